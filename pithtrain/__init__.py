@@ -1,0 +1,1 @@
+"""pith: a compact trainer for Mixture-of-Experts language models."""
