@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step alone. ``step`` is 0 at the first update, total_steps - 1 at the last.
+"""Learning rate by the step alone. ``step`` is 0 at the first update and total_steps - 1 at the last.
 
 Warm-up is linear and reaches the peak at step warmup_steps - 1; the last step of a decay has
 ``lr * min_lr_ratio``. Warm-up and decay together fit into total_steps.
