@@ -1,0 +1,220 @@
+"""The sections of a run file and their fields, and the fingerprint of what determines a run's numbers."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
+
+Preset = Literal["qwen3-moe-tiny", "qwen3-moe-small", "qwen3-30b-a3b"]
+
+
+class ConfigError(ValueError):
+    """A run that cannot be, in words for the user: one line per problem."""
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    config: Preset | Path
+    """Shape of the model: a preset's name, a Hugging Face config.json, or a folder that holds one."""
+    weights: Path | None = None
+    """Hugging Face model folder with the weights to start from; without it `train.seed` draws them."""
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    train: Path
+    """Dataset folder written by `pith data prepare`."""
+    validation: Path | None = None
+    """Dataset folder of held-out documents; without it the run is not evaluated."""
+    sequence_length: PositiveInt
+    """Tokens per sequence that the model reads (a sample holds one more, the last label)."""
+
+
+class BatchConfig(Section):
+    """How many sequences make a step."""
+
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all ranks and micro-batches."""
+    num_microbatches: PositiveInt = 1
+    """Slices of the global batch run one after the other; more slices need less memory."""
+
+
+class MeshConfig(Section):
+    """How ranks are laid out: world = pp x dp x cp x ep, ep innermost."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages. Must be 1 for now."""
+    dp: PositiveInt | Literal["rest"] = "rest"
+    """Data-parallel replicas, or "rest": as many as the number of processes leaves."""
+    cp: PositiveInt = 1
+    """Ranks that share one sequence (context parallelism). Must be 1 for now."""
+    ep: PositiveInt = 1
+    """Ranks that share a layer's experts. They read different data."""
+
+    @field_validator("pp", "cp")
+    @classmethod
+    def _only_one(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("1, the only size that this axis can have so far")
+        return value
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw, or plain sgd without momentum. Neither decays norms and biases."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """adamw: decay of the first moment per step."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """adamw: decay of the second moment per step."""
+    eps: PositiveFloat = 1e-8
+    """adamw: added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 = no clipping."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    kind: Literal["wsd", "cosine", "constant"] = "wsd"
+    """After the warm-up, wsd holds the peak and falls at the end, cosine falls all along, constant holds."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear rise to the peak."""
+    decay_steps: NonNegativeInt = 0
+    """wsd: steps of the fall that ends with the run."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the fall ends, as a fraction of the peak."""
+
+
+class BalanceConfig(Section):
+    """How the router is kept from favouring few experts."""
+
+    loss: Literal["none", "sequence", "micro_batch", "global_batch"] = "global_batch"
+    """Scope over which the balance loss counts the tokens of each expert."""
+    coef: NonNegativeFloat = 1e-3
+    """Weight of the balance loss."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared log-sum-exp of the router logits."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """Change of an expert's routing bias per step (balancing without a loss). 0 = no biases."""
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: PositiveInt
+    """Optimizer steps of the whole run."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and of the order of the data."""
+    precision: Literal["fp32"] = "fp32"
+    """Arithmetic of the products."""
+    eval_interval: NonNegativeInt = 0
+    """Steps between evaluations on the validation data. 0 = only at the end."""
+    eval_batches: NonNegativeInt = 0
+    """Global batches per evaluation, always the same ones. 0 = all."""
+    max_nonfinite_steps: PositiveInt = 10
+    """Non-finite losses or gradient norms in a row that end the run; each such step is skipped."""
+    threads: PositiveInt = 1
+    """CPU threads per rank."""
+    hang_timeout: PositiveInt = 600
+    """Seconds that a rank waits for the others, or a stop signal for the last step and its checkpoint."""
+
+
+class CheckpointConfig(Section):
+    """What is saved and what a run starts from."""
+
+    interval: NonNegativeInt = 0
+    """Steps between checkpoints. 0 = only at the end or when stopped."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+    resume: Literal["latest", "never"] | Path = "latest"
+    """latest = the newest whole checkpoint of the run folder, if any; never = start anew; or a folder."""
+    background: bool = True
+    """Write from a snapshot while training goes on."""
+    optimizer: bool = True
+    """Save the optimizer's moments too. Without them a run cannot be resumed exactly."""
+
+
+class OutputConfig(Section):
+    """Where the run leaves what it makes."""
+
+    folder: Path
+    """Run folder: checkpoints, metrics.jsonl, status.json."""
+    log_interval: PositiveInt = 10
+    """Steps between printed lines when there is no terminal. metrics.jsonl has every step."""
+    peak_flops: PositiveFloat | None = None
+    """Peak FLOP/s of one device, for MFU, where the device's own figure is not known."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    mesh: MeshConfig = MeshConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    balance: BalanceConfig = BalanceConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: OutputConfig
+
+
+_NOT_NUMBERS = frozenset(
+    {"mesh", "checkpoint", "run", "data.validation", "train.eval_interval", "train.eval_batches"}
+    | {"train.max_nonfinite_steps", "train.threads", "train.hang_timeout"}
+)
+
+
+def fingerprint(cfg: RunConfig, contents: Mapping[str, str] | None = None) -> str:
+    """sha256 (hex) of what determines a run's numbers.
+
+    Left out: where things are written and how often, what only watches the run, and the mesh and threads, which
+    change the order of summation and nothing else. `contents` replaces a path by a digest of what lies there
+    (`{"data.train": "<sha256>"}`): the same files elsewhere then give the same fingerprint.
+    """
+    values = {
+        f"{section}.{field}": value
+        for section, table in cfg.model_dump(mode="json").items()
+        for field, value in table.items()
+        if section not in _NOT_NUMBERS and f"{section}.{field}" not in _NOT_NUMBERS
+    }
+    digests = dict(contents or {})
+    assert digests.keys() <= values.keys(), (
+        f"not in the fingerprint: {sorted(digests.keys() - values.keys())}"
+    )
+    canonical = json.dumps(values | digests, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a run file; spec/run.schema.json holds it."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
