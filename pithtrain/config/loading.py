@@ -129,6 +129,8 @@ def _expected(detail: "ErrorDetails") -> str:
     match detail["type"]:
         case "is_instance_of":
             return "a path in quotes"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return "a number " + detail["msg"].removeprefix("Input should be ")
         case _:
             words = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             return words.removeprefix("equal to ")

@@ -197,9 +197,9 @@ _NOT_NUMBERS = frozenset(
 def fingerprint(cfg: RunConfig, contents: Mapping[str, str] | None = None) -> str:
     """sha256 (hex) of what determines a run's numbers.
 
-    Left out: where things are written and how often, what only watches the run, and the mesh and threads, which
-    change the order of summation and nothing else. `contents` replaces a path by a digest of what lies there
-    (`{"data.train": "<sha256>"}`): the same files elsewhere then give the same fingerprint.
+    Left out: where things are written and how often, what only watches the run, and the mesh and threads,
+    which change the order of summation and nothing else. `contents` replaces a path by a digest of what lies
+    there (`{"data.train": "<sha256>"}`): the same files elsewhere then give the same fingerprint.
     """
     values = {
         f"{section}.{field}": value

@@ -1,0 +1,21 @@
+"""pith export"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, as in RUN/checkpoints/step-00000100.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+) -> None:
+    """Copy a checkpoint as a plain Hugging Face model folder.
+
+    Says what of the checkpoint the model family cannot express, or refuses.
+    """
+    from pithtrain.checkpoint import export as export_checkpoint
+
+    typer.echo(export_checkpoint(checkpoint, out))
