@@ -32,9 +32,9 @@ def adamw_step(
     return weight, exp_avg, exp_avg_sq
 
 
-def sgd_step(weight: Tensor, grad: Tensor, lr: float) -> Tensor:
-    """Plain gradient descent, no momentum, no decay."""
-    return weight - lr * grad
+def sgd_step(weight: Tensor, grad: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
+    """Plain gradient descent without momentum; decay is decoupled, as in AdamW."""
+    return weight * (1 - lr * weight_decay) - lr * grad
 
 
 def clip_by_global_norm(grads: Sequence[Tensor], clip_norm: float) -> tuple[list[Tensor], Tensor]:

@@ -36,9 +36,9 @@ def test_first_adamw_step_is_the_rate_times_the_sign() -> None:
 
 
 def test_sgd_by_hand() -> None:
-    assert torch.allclose(
-        sgd_step(torch.ones(1).double(), torch.full((1,), 4.0).double(), 0.1), torch.tensor(0.6).double()
-    )
+    weight, grad = torch.full((1,), 2.0).double(), torch.full((1,), 4.0).double()
+    assert sgd_step(weight, grad, 0.1).item() == pytest.approx(1.6)
+    assert sgd_step(weight, grad, 0.1, weight_decay=0.5).item() == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, 100.0])
