@@ -9,18 +9,14 @@ import typer
 app = typer.Typer(help="Prepare token datasets.", no_args_is_help=True)
 
 SOURCES = typer.Argument(help="Folders (searched by --suffix), .txt or .jsonl files.")
-OUT = typer.Option(
-    "--out", metavar="DIR", help="Folder to make: DIR/train, and DIR/validation with --holdout."
-)
+OUT = typer.Option("--out", metavar="DIR", help="Folder to make: DIR/train, and DIR/validation with --holdout.")
 TOKENIZER = typer.Option("--tokenizer", help='"bytes" (257 tokens), or the path of a tokenizer.json.')
 END_TOKEN = typer.Option("--end-token", show_default=False, help="End of document in that tokenizer.json.")
 HOLDOUT = typer.Option("--holdout", min=0.0, max=1.0, help="Share of the documents held out for validation.")
 SUFFIX = typer.Option("--suffix", help="Ending of the files to take; may be given again.")
 EXCLUDE = typer.Option("--exclude", metavar="NAME", help="Folder not to enter; may be given again.")
 INVALID = typer.Option("--invalid", help="What to do with a document that is not UTF-8.")
-WORKERS = typer.Option(
-    "--workers", metavar="N", min=1, show_default=False, help="Processes. Default: one per CPU."
-)
+WORKERS = typer.Option("--workers", metavar="N", min=1, show_default=False, help="Processes. Default: one per CPU.")
 OVERWRITE = typer.Option("--overwrite", help="Replace another dataset in DIR.")
 
 

@@ -7,9 +7,7 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint folder, as in RUN/checkpoints/step-00000100.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, as in RUN/checkpoints/step-00000100.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
 ) -> None:
     """Copy a checkpoint as a plain Hugging Face model folder.

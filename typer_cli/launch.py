@@ -27,9 +27,7 @@ def launch(arguments: Sequence[str], num_processes: int, status: Path, threads: 
     environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace), "OMP_NUM_THREADS": str(threads)}
     status.unlink(missing_ok=True)
     # A session of its own, or Ctrl-C would reach torchrun twice: from the terminal and from here.
-    child = subprocess.Popen(
-        [*torchrun, "-m", "pithtrain.train", *arguments], env=environment, start_new_session=True
-    )
+    child = subprocess.Popen([*torchrun, "-m", "pithtrain.train", *arguments], env=environment, start_new_session=True)
     return exit_code(wait(child), status)
 
 

@@ -5,9 +5,7 @@ from typing import Annotated
 import typer
 
 ONLY = typer.Option("--only", metavar="ID", help="Only this bug; may be given again. Default: all.")
-RESUME = typer.Option(
-    "--resume", help="Go on with an interrupted run: skip what it has judged on this commit."
-)
+RESUME = typer.Option("--resume", help="Go on with an interrupted run: skip what it has judged on this commit.")
 
 
 def mutants(

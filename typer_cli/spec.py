@@ -4,9 +4,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    help="The contract in spec/: check it, or print the run file's schema.", no_args_is_help=True
-)
+app = typer.Typer(help="The contract in spec/: check it, or print the run file's schema.", no_args_is_help=True)
 
 
 @app.command()
@@ -27,9 +25,7 @@ def check() -> None:
 
 @app.command()
 def schema(
-    write: Annotated[
-        bool, typer.Option("--write", help="Write spec/run.schema.json instead of printing.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write spec/run.schema.json instead of printing.")] = False,
 ) -> None:
     """Print the JSON schema of a run file.
 

@@ -72,9 +72,7 @@ def check_files(cfg: RunConfig) -> list[str]:
         if folder is not None and not folder.is_dir()
     ]
     if isinstance(cfg.model.config, Path) and not hf_config_path(cfg.model.config).is_file():
-        remedy = (
-            f"correct the path of the config.json or its folder, or use one of {', '.join(get_args(Preset))}"
-        )
+        remedy = f"correct the path of the config.json or its folder, or use one of {', '.join(get_args(Preset))}"
         problems.append(_problem("model.config", cfg.model.config, "no such file", remedy))
     return problems
 
@@ -120,9 +118,7 @@ def _check_schedule(cfg: RunConfig) -> Iterator[str]:
     elif cfg.schedule.kind == "wsd" and warmup + decay > steps:
         left = f"{steps} - {warmup} = {steps - warmup}"
         constraint = f"must be at most train.steps - schedule.warmup_steps = {left}"
-        yield _problem(
-            "schedule.decay_steps", decay, constraint, "shorten it or the warm-up, or train longer"
-        )
+        yield _problem("schedule.decay_steps", decay, constraint, "shorten it or the warm-up, or train longer")
 
 
 def _check_batch(batch: BatchConfig, mesh: MeshShape) -> Iterator[str]:
@@ -151,9 +147,7 @@ def _check_dataset(
     field: str, folder: Path | None, size: DatasetSize, cfg: RunConfig, arch: "Architecture"
 ) -> Iterator[str]:
     if size.vocab_size > arch.vocab_size:
-        constraint = (
-            f"its tokenizer's {size.vocab_size} tokens exceed the model's vocab_size = {arch.vocab_size}"
-        )
+        constraint = f"its tokenizer's {size.vocab_size} tokens exceed the model's vocab_size = {arch.vocab_size}"
         remedy = "use a model with a larger one, or prepare the data with another tokenizer"
         yield _problem(field, folder, constraint, remedy)
     sequences, length = cfg.batch.global_batch_size, cfg.data.sequence_length
@@ -161,6 +155,4 @@ def _check_dataset(
     if size.num_tokens < tokens:
         need = f"batch.global_batch_size x data.sequence_length + 1 = {sequences} x {length} + 1 = {tokens}"
         constraint = f"holds {size.num_tokens} tokens, but one global batch needs {need}"
-        yield _problem(
-            field, folder, constraint, "prepare more data, or use a smaller batch or shorter sequences"
-        )
+        yield _problem(field, folder, constraint, "prepare more data, or use a smaller batch or shorter sequences")

@@ -140,9 +140,7 @@ def _nearest(section: str, field: str) -> str:
     """A remedy for an unknown key: the same word elsewhere, the nearest of its section, or all known."""
     known = list(_names(section)) if field else list(RunConfig.model_fields)
     wanted = f"{section}.{field}" if field else section
-    elsewhere = [
-        f"{other}.{field}" for other in RunConfig.model_fields if f"{other}.{field}" in _names(other)
-    ]
+    elsewhere = [f"{other}.{field}" for other in RunConfig.model_fields if f"{other}.{field}" in _names(other)]
     close = elsewhere or difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
 

@@ -208,9 +208,7 @@ def fingerprint(cfg: RunConfig, contents: Mapping[str, str] | None = None) -> st
         if section not in _NOT_NUMBERS and f"{section}.{field}" not in _NOT_NUMBERS
     }
     digests = dict(contents or {})
-    assert digests.keys() <= values.keys(), (
-        f"not in the fingerprint: {sorted(digests.keys() - values.keys())}"
-    )
+    assert digests.keys() <= values.keys(), f"not in the fingerprint: {sorted(digests.keys() - values.keys())}"
     canonical = json.dumps(values | digests, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
