@@ -1,0 +1,171 @@
+"""The Qwen3-MoE family: its config.json, its tensor names. As transformers' Qwen3MoeForCausalLM defines it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pithtrain.models.architecture import Architecture, parameter_specs
+from pithtrain.models.names import NameTable, Row
+
+PRESETS = ("qwen3-moe-tiny", "qwen3-moe-small", "qwen3-30b-a3b")
+
+FIXED: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+}
+
+
+def _refuse_what_is_not_built(config: Mapping[str, Any]) -> None:
+    for key, expected in FIXED.items():
+        got = config.get(key, expected)
+        if key != "architectures" and got != expected:
+            raise ValueError(f"config.json: {key} is {got!r}; only {expected!r} is supported for Qwen3-MoE")
+    scaling = config.get("rope_scaling")
+    kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    if scaling is not None or kind != "default":
+        raise ValueError(
+            f"config.json: rope scaling {scaling or kind!r} is not supported; only unscaled RoPE is: "
+            'set rope_scaling to null (rope_parameters.rope_type to "default")'
+        )
+
+
+def _read(config: Mapping[str, Any], *keys: str) -> Any:
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise ValueError(f"config.json: {keys[0]!r} is missing; Qwen3-MoE needs it")
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a Qwen3-MoE config.json describes. ValueError for what the trainer does not build."""
+    _refuse_what_is_not_built(config)
+    layers, heads = _read(config, "num_hidden_layers"), _read(config, "num_attention_heads")
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    rope = config.get("rope_parameters") or {}
+    return Architecture(
+        vocab_size=_read(config, "vocab_size"),
+        hidden_size=_read(config, "hidden_size"),
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_read(config, "num_key_value_heads"),
+        head_dim=config.get("head_dim") or _read(config, "hidden_size") // heads,
+        intermediate_size=_read(config, "intermediate_size"),
+        moe_intermediate_size=_read(config, "moe_intermediate_size"),
+        num_experts=_read(config, "num_experts", "num_local_experts"),
+        top_k=_read(config, "num_experts_per_tok"),
+        norm_topk_prob=config.get("norm_topk_prob", False),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=_read(config, "max_position_embeddings"),
+        initializer_range=config.get("initializer_range", 0.02),
+    )
+
+
+def to_hf_config(arch: Architecture) -> dict[str, Any]:
+    """The config.json of `arch`, as released Qwen3-MoE folders spell it; fp32 weights."""
+    return FIXED | {
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_key_value_heads": arch.num_key_value_heads,
+        "head_dim": arch.head_dim,
+        "intermediate_size": arch.intermediate_size,
+        "moe_intermediate_size": arch.moe_intermediate_size,
+        "num_experts": arch.num_experts,
+        "num_experts_per_tok": arch.top_k,
+        "norm_topk_prob": arch.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, sparse in enumerate(arch.sparse_layers) if not sparse],
+        "tie_word_embeddings": arch.tie_word_embeddings,
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": None,
+        "rms_norm_eps": arch.rms_norm_eps,
+        "max_position_embeddings": arch.max_position_embeddings,
+        "initializer_range": arch.initializer_range,
+        "torch_dtype": "float32",
+    }
+
+
+def name_table(arch: Architecture) -> NameTable:
+    """Qwen3-MoE's tensor names against ours."""
+    at = "model.layers.{layer}."
+    query, key = arch.num_attention_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
+    dense, sparse = arch.intermediate_size, arch.moe_intermediate_size
+
+    def whole(ours: str, theirs: str, expert: bool = False) -> Row:
+        return Row(ours, ((theirs, None),), expert)
+
+    rows = (
+        whole("embedding", "model.embed_tokens.weight"),
+        whole("layers.{layer}.attention_norm", at + "input_layernorm.weight"),
+        Row(
+            "layers.{layer}.attention.qkv",
+            (
+                (at + "self_attn.q_proj.weight", query),
+                (at + "self_attn.k_proj.weight", key),
+                (at + "self_attn.v_proj.weight", key),
+            ),
+        ),
+        whole("layers.{layer}.attention.q_norm", at + "self_attn.q_norm.weight"),
+        whole("layers.{layer}.attention.k_norm", at + "self_attn.k_norm.weight"),
+        whole("layers.{layer}.attention.o", at + "self_attn.o_proj.weight"),
+        whole("layers.{layer}.mlp_norm", at + "post_attention_layernorm.weight"),
+        Row(
+            "layers.{layer}.mlp.gate_up",
+            ((at + "mlp.gate_proj.weight", dense), (at + "mlp.up_proj.weight", dense)),
+        ),
+        whole("layers.{layer}.mlp.down", at + "mlp.down_proj.weight"),
+        whole("layers.{layer}.router", at + "mlp.gate.weight"),
+        Row(
+            "layers.{layer}.experts.gate_up",
+            (
+                (at + "mlp.experts.{expert}.gate_proj.weight", sparse),
+                (at + "mlp.experts.{expert}.up_proj.weight", sparse),
+            ),
+            expert=True,
+        ),
+        whole("layers.{layer}.experts.down", at + "mlp.experts.{expert}.down_proj.weight", expert=True),
+        whole("norm", "model.norm.weight"),
+        whole("head", "lm_head.weight"),
+    )
+    return NameTable(rows, {spec.name: spec.shape for spec in parameter_specs(arch)})
+
+
+@dataclass(frozen=True)
+class Qwen3MoE:
+    """A model of the family: what its folder says, what we build from it, and its names against ours."""
+
+    arch: Architecture
+    names: NameTable
+
+    @staticmethod
+    def of(arch: Architecture) -> "Qwen3MoE":
+        return Qwen3MoE(arch, name_table(arch))
+
+    def config_json(self) -> dict[str, Any]:
+        return to_hf_config(self.arch)
+
+
+def load_architecture(config: str) -> Architecture:
+    """From a preset's name, a config.json, or a folder that holds one."""
+    if config in PRESETS:
+        text = resources.files("pithtrain.models").joinpath(f"presets/{config}.json").read_text()
+        return from_hf_config(json.loads(text))
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"model.config: {config!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder "
+            "with one; correct the path"
+        )
+    return from_hf_config(json.loads(path.read_text()))

@@ -1,0 +1,44 @@
+"""Parameters: what one is in the whole model, what it starts from, and what compute sees of it."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter as compute sees it: its value and the fp32 buffer of the same shape its gradient adds up in."""
+
+    value: Tensor
+    grad: Tensor
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the whole model, whatever the mesh.
+
+    shape: the global shape; the first dimension counts experts where `expert` is set. decay: whether weight decay
+    applies. std: of the normal its values are drawn from; 0 means all ones (norms).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: bool = False
+    decay: bool = True
+    std: float = 0.0
+
+
+def initial_values(spec: ParameterSpec, expert: int | None, seed: int) -> Tensor:
+    """The fp64 values a parameter (or one expert of it) starts from, on CPU.
+
+    A function of the global name, the expert and the seed alone, so every mesh starts from the same model.
+    """
+    shape = spec.shape if expert is None else spec.shape[1:]
+    if spec.std == 0.0:
+        return torch.ones(shape, dtype=torch.float64)
+    key = f"{spec.name}/{'' if expert is None else expert}/{seed}".encode()
+    stream = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
+    generator = torch.Generator().manual_seed(stream)
+    return torch.empty(shape, dtype=torch.float64).normal_(0.0, spec.std, generator=generator)

@@ -1,0 +1,35 @@
+"""SwiGLU over a fused product: silu(gate) * up (arXiv 2002.05202).
+
+Only the product's output is kept for the backward pass; silu is computed again there.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up [.., 2F], gate first -> silu(gate) * up, [.., F], in the input's dtype."""
+    output: Tensor = _SwiGLU.apply(gate_up)
+    return output
