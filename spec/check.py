@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from spec import source
 from spec.document import Document, Problem, RestrictedCall, RestrictedName, Room, Rules, Statement, read
@@ -122,15 +123,13 @@ def run(root: Path = ROOT) -> int:
         console.print(_budget_table(root, document.rules))
     console.print(_statement_table(document))
     for problem in problems:
-        console.print(f"[red]{problem.where}[/red]: {problem.what}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble((problem.where, "red"), ": ", problem.what), soft_wrap=True)
     console.print(f"{len(problems)} problems" if problems else "The spec is clean.")
     return 1 if problems else 0
 
 
 def _budget_table(root: Path, rules: Rules) -> Table:
-    table = Table(
-        "room", "lines", "budget", title="Physical lines of Python, blank lines and comments included"
-    )
+    table = Table("room", "lines", "budget", title="Physical lines of Python, blank lines and comments included")
     for room in rules.room:
         table.add_row(room.name, str(room_lines(root, room)), str(room.budget))
     total = source.count_lines(source.python_files(root, rules.total.path))

@@ -44,26 +44,20 @@ def test_route_takes_the_largest_and_renormalises() -> None:
 
 
 def test_equal_scores_go_to_the_lowest_expert() -> None:
-    assert route(f64([1.0]), log_probs_as_weight(*[1 / 6] * 6), 3, True).topk_expert_ids.tolist() == [
-        [0, 1, 2]
-    ]
+    assert route(f64([1.0]), log_probs_as_weight(*[1 / 6] * 6), 3, True).topk_expert_ids.tolist() == [[0, 1, 2]]
     uneven = route(f64([1.0]), log_probs_as_weight(0.2, 0.1, 0.3, 0.1, 0.3), 4, True)
     assert uneven.topk_expert_ids.tolist() == [[2, 4, 0, 1]]
 
 
 def test_bias_takes_part_in_the_choice_only() -> None:
     weight = log_probs_as_weight(0.5, 0.3, 0.2)
-    biased = route(
-        f64([1.0]), weight, 2, norm_topk_prob=False, expert_bias=torch.tensor([-0.4, 0.0, 0.15]).double()
-    )
+    biased = route(f64([1.0]), weight, 2, norm_topk_prob=False, expert_bias=torch.tensor([-0.4, 0.0, 0.15]).double())
     assert biased.topk_expert_ids.tolist() == [[2, 1]]
     assert torch.allclose(biased.topk_weights, f64([0.2, 0.3]))
 
 
 def test_given_choice_keeps_its_own_probabilities() -> None:
-    given = route(
-        f64([1.0]), log_probs_as_weight(0.5, 0.3, 0.2), 2, True, topk_expert_ids=torch.tensor([[2, 0]])
-    )
+    given = route(f64([1.0]), log_probs_as_weight(0.5, 0.3, 0.2), 2, True, topk_expert_ids=torch.tensor([[2, 0]]))
     assert torch.allclose(given.topk_weights, f64([2 / 7, 5 / 7]))
 
 
