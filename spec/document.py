@@ -154,9 +154,7 @@ def read(root: Path) -> Document:
     if rules is None:
         what = "missing or malformed: no rule was checked"
         problems.append(Problem(where="spec/architecture.toml", what=what))
-    return Document(
-        statements=tuple(statements), mutants=tuple(mutants), rules=rules, problems=tuple(problems)
-    )
+    return Document(statements=tuple(statements), mutants=tuple(mutants), rules=rules, problems=tuple(problems))
 
 
 def _tables(folder: Path, problems: list[Problem]) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -49,9 +49,7 @@ def _scope_loss(probs: Tensor, topk_expert_ids: Tensor, padding: Tensor) -> Tens
     return (fraction * mean_probability(probs, padding)).sum()
 
 
-def sequence_balance_loss(
-    probs: Tensor, topk_expert_ids: Tensor, coef: float, padding: Tensor | None = None
-) -> Tensor:
+def sequence_balance_loss(probs: Tensor, topk_expert_ids: Tensor, coef: float, padding: Tensor | None = None) -> Tensor:
     """Scope: one sequence. The mean over the B sequences of the global batch.
 
     probs [B, S, E], topk_expert_ids [B, S, K], padding [B, S] -> scalar.

@@ -41,9 +41,7 @@ def route(
     return Routing(topk_weights, topk_expert_ids, probs, logits.logsumexp(dim=-1))
 
 
-def count_tokens_per_expert(
-    topk_expert_ids: Tensor, num_experts: int, padding: Tensor | None = None
-) -> Tensor:
+def count_tokens_per_expert(topk_expert_ids: Tensor, num_experts: int, padding: Tensor | None = None) -> Tensor:
     """How many non-padding tokens chose each expert.
 
     topk_expert_ids [..., K] int64, padding [...] bool -> [E] int64.
