@@ -1,0 +1,52 @@
+"""The order of samples: a seeded permutation an epoch, computed for one position at a time.
+
+Swap-or-not (Hoang, Morris and Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012): each
+round pairs x with (k - x) mod n and a pseudo-random bit of the pair says whether to swap them. A round is its
+own inverse, so any number of rounds is a bijection of [0, n) for every n, with no table and no walking.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 48
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
+
+
+def mix(values: UInt64) -> UInt64:
+    """The finaliser of splitmix64: a bijection of 64-bit words in which every bit depends on every bit."""
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_word(seed: int) -> UInt64:
+    """Any integer seed as one mixed 64-bit word [1]."""
+    return mix(np.array([seed % 2**64], dtype=np.uint64))
+
+
+def sample_indices(positions: Int64, num_samples: int, seed: int) -> Int64:
+    """Which samples stand at `positions` [B] of the endless sequence of epochs.
+
+    Position p is in epoch p // num_samples; every epoch holds each index of [0, num_samples) once, in an
+    order of its own. Pure integer arithmetic: the same on every machine, and no random stream is drawn from.
+    """
+    if num_samples < 1 or (positions < 0).any():
+        raise ValueError(f"positions must be at least 0 and num_samples at least 1, got {num_samples} samples")
+    epochs, offsets = np.divmod(positions.astype(np.uint64), np.uint64(num_samples))
+    keys = mix(seed_word(seed) + epochs)
+    return _permute(offsets, keys, np.uint64(num_samples)).astype(np.int64)
+
+
+def _permute(x: UInt64, keys: UInt64, n: np.uint64) -> UInt64:
+    for _ in range(ROUNDS):
+        keys = mix(keys)
+        partner = (keys % n + (n - x)) % n
+        swap = mix(keys ^ np.maximum(x, partner)) & np.uint64(1)
+        x = np.where(swap == 1, partner, x)
+    return x
