@@ -24,5 +24,9 @@ lint: env
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not prove'
 
+# Hours rather than minutes; an interrupted run goes on where it stopped. Writes PROOF.md.
+prove: env
+	$(BIN)/python -m tests.prove
+
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
