@@ -11,7 +11,6 @@ import sys
 import time
 from importlib.metadata import version
 from io import StringIO
-from pathlib import Path
 
 from rich.console import Console
 
