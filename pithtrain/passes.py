@@ -83,9 +83,18 @@ class Forwarded:
 
 def forward(model: Decoder, inputs: Inputs, mesh: Mesh, compute: Compute) -> Pass[Forwarded]:
     """The forward pass and the loss. Leaves a tape when inputs.scale is given."""
-    tape, loads = Tape(), list[LayerLoad]()
-    run = tape.run if inputs.scale is not None else _plainly
-    choices = iter(inputs.choices)
+    tape = Tape()
+    final, loads = yield from encode(model, inputs, mesh, compute, tape if inputs.scale is not None else None)
+    head = head_loss(final, model.head, inputs.labels.flatten(), inputs.scale, compute)
+    return Forwarded(head.loss, head.grad, loads, tape)
+
+
+def encode(
+    model: Decoder, inputs: Inputs, mesh: Mesh, compute: Compute, tape: Tape | None = None
+) -> Pass[tuple[Tensor, tuple[LayerLoad, ...]]]:
+    """What the head reads, [T, D], and every sparse layer's load; segments go on `tape` where one is given."""
+    run = _plainly if tape is None else tape.run
+    loads, choices = list[LayerLoad](), iter(inputs.choices)
     (hidden,) = run("embedding", model.embed, inputs.tokens)
     for layer in model.layers:
         match layer:
@@ -97,10 +106,10 @@ def forward(model: Decoder, inputs: Inputs, mesh: Mesh, compute: Compute) -> Pas
                     run, layer, hidden, inputs, next(choices), mesh, compute
                 )
                 loads.append(load)
-                tape.routes.append(route)
+                if tape is not None:
+                    tape.routes.append(route)
     (final,) = run("norm", model.final_norm, hidden)
-    head = head_loss(final, model.head, inputs.labels.flatten(), inputs.scale, compute)
-    return Forwarded(head.loss, head.grad, tuple(loads), tape)
+    return final, tuple(loads)
 
 
 def _plainly(name: str, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
