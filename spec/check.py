@@ -96,7 +96,7 @@ def check_restricted_name(root: Path, rule: RestrictedName) -> Iterator[Problem]
     """No use of a restricted dotted name but in the files, and of the attributes, that the rule lists."""
     for file in source.python_files(root, rule.path):
         where = file.relative_to(root).as_posix()
-        allowed = rule.files.get(where, ())
+        allowed = [name for path, names in rule.files.items() if _inside(where, path) for name in names]
         if "*" in allowed:
             continue
         for line, attribute in sorted(source.uses_of(source.parse(file), rule.name)):

@@ -77,7 +77,7 @@ class ImportRule(Strict):
 
 
 class RestrictedName(Strict):
-    """A dotted name that is used under ``path`` only in the files listed, each with its allowed attributes.
+    """A dotted name that is used under ``path`` only in the files (or folders) listed, each with its attributes.
 
     "*" allows all of them. The name alone, as in ``os.environ["X"]``, is the attribute "".
     """

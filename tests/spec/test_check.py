@@ -194,6 +194,12 @@ def test_code_that_is_not_restricted_passes(plant: Plant, text: str) -> None:
     assert [p for p in plant({"house/right.py": text}) if p.startswith("house/right.py")] == []
 
 
+def test_a_folder_may_be_allowed_to_use_a_name(plant: Plant) -> None:
+    text = HOUSE["spec/architecture.toml"].replace('"house/train.py" = ["", "get"]', '"house" = ["*"]')
+    reader = "import os\n\nprint(os.environ['MODE'])\n"
+    assert plant({"house/left.py": reader, "spec/architecture.toml": text.replace('["json"]', '["os"]')}) == []
+
+
 def test_an_attribute_that_the_file_may_not_use_is_reported(plant: Plant) -> None:
     text = HOUSE["house/wire.py"] + "    dist.all_reduce(1)\n"
     assert plant({"house/wire.py": text}) == [
