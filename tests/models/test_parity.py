@@ -71,7 +71,7 @@ def logits_of(trainee: step.Trainee, batch: Batch) -> Tensor:
 
 def random_batch(vocab_size: int) -> Batch:
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(vocab_size, (4, 24), generator=generator)
+    tokens = torch.randint(vocab_size, (6, 24), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[0, :13] = -100
     labels[2, 20:] = -100
