@@ -19,7 +19,7 @@ from pithtrain.layers.balance import Objective, scope_gradient, sequence_gradien
 from pithtrain.layers.router import Balanced, Choice, Learned
 from pithtrain.models.architecture import Architecture, parameter_specs
 from pithtrain.models.decoder import Decoder, build_decoder
-from pithtrain.ops.host import read_floats, read_ints
+from pithtrain.ops.host import read_floats, read_ints, to_host
 from pithtrain.ops.linear import Compute
 from pithtrain.ops.rope import rope_tables
 from pithtrain.optim import Optimizer, clip, updated_bias
@@ -228,7 +228,7 @@ def _reduce(trainee: Trainee, totals: Totals, sums: _Sums) -> Gradients:
         z_loss=z,
         flat=flat,
         square_norms=dict(zip(trainee.shard.placements, squares, strict=True)),
-        num_tokens_per_expert=counts.cpu(),
+        num_tokens_per_expert=to_host(counts),
         num_labels=totals.labels,
         chosen=tuple(sums.chosen),
         gap=smallest_gap,

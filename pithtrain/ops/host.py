@@ -13,3 +13,8 @@ def read_floats(tensor: Tensor) -> list[float]:
     """A 1-d floating tensor as a list of floats. Waits for the device."""
     values: list[float] = tensor.tolist()
     return values
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of the tensor on the CPU. Waits for the device."""
+    return tensor.cpu()
