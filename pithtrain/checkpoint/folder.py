@@ -144,9 +144,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Record]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: not a manifest ({error!r}); choose another checkpoint") from error
     if found != FORMAT:
-        raise ValueError(
-            f"{path}: format {found!r}, expected {FORMAT!r}; load it with the version that wrote it"
-        )
+        raise ValueError(f"{path}: format {found!r}, expected {FORMAT!r}; load it with the version that wrote it")
     missing = {CONFIG, STATE, index_name("weight")} - set(records)
     if missing:
         raise ValueError(f"{path}: does not list {sorted(missing)}; choose another checkpoint")
@@ -179,11 +177,7 @@ def _file_problem(checkpoint: Path, name: str, record: Record, read: bool) -> st
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"{checkpoint / name} cannot be read: {error}"
-    return (
-        None
-        if digest == record.sha256
-        else f"{checkpoint / name} has sha256 {digest}, expected {record.sha256}"
-    )
+    return None if digest == record.sha256 else f"{checkpoint / name} has sha256 {digest}, expected {record.sha256}"
 
 
 def verify(checkpoint: Path, ranks: Ranks) -> list[str]:

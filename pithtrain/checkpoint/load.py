@@ -52,7 +52,6 @@ def load(
     problems = [] if verified else files.verify(checkpoint, ranks)
     if problems:
         raise ValueError(f'{_join(problems)}; choose another checkpoint, or resume = "latest"')
-
     kinds = (WEIGHT, *moments)
     places = _together(lambda: _places_checked(checkpoint, kinds, state, family, ("F32",)), ranks)
     saved = _together(lambda: (TrainState.read(checkpoint / files.STATE), _read_biases(checkpoint)), ranks)
@@ -60,9 +59,7 @@ def load(
     return saved
 
 
-def import_weights(
-    folder: Path, state: ModelState, family: Family, ranks: Ranks = ONE_RANK
-) -> dict[str, Tensor]:
+def import_weights(folder: Path, state: ModelState, family: Family, ranks: Ranks = ONE_RANK) -> dict[str, Tensor]:
     """Collective. Load only the weights of a model folder, released or our own; returns its routing biases.
 
     A released folder has config.json and one or more safetensors files in fp32, bf16 or fp16, cast to fp32.
@@ -118,9 +115,7 @@ def _together(read: Callable[[], T], ranks: Ranks) -> T:
         result, error = [], problem
     if ranks.agree(error is None):
         return result[0]
-    raise ValueError(
-        str(error) if error else "another rank could not load its part; see its message"
-    ) from error
+    raise ValueError(str(error) if error else "another rank could not load its part; see its message") from error
 
 
 def _places_checked(
@@ -164,9 +159,7 @@ class _Files(ExitStack):
             try:
                 self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{path}: cannot be read as safetensors ({error}); fetch it again"
-                ) from error
+                raise ValueError(f"{path}: cannot be read as safetensors ({error}); fetch it again") from error
         return self._opened[path]
 
 
@@ -180,9 +173,7 @@ def _places(folder: Path, kind: str) -> dict[str, Path]:
         with _Files() as opened:
             return dict.fromkeys(opened.get(single).keys(), single)
     try:
-        weight_map = {
-            str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()
-        }
+        weight_map = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{index}: not a safetensors index ({error!r}); fetch it again") from error
     outside = [file for file in weight_map.values() if Path(file).name != file]
@@ -203,9 +194,7 @@ def _check_config(path: Path, family: Family) -> None:
     differ = [key for key in ours if key not in _FREE_CONFIG_KEYS and theirs[key] != ours[key]]
     if differ:
         what = "; ".join(f"{key}: got {theirs[key]!r}, expected {ours[key]!r}" for key in differ)
-        raise ValueError(
-            f"{path}: another model's: {what}; make the run's model the same, or name another folder"
-        )
+        raise ValueError(f"{path}: another model's: {what}; make the run's model the same, or name another folder")
 
 
 def _check_names(path: Path, got: set[str], expected: set[str]) -> None:
@@ -217,17 +206,13 @@ def _check_names(path: Path, got: set[str], expected: set[str]) -> None:
         )
 
 
-def _check_tensors(
-    places: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[str]
-) -> None:
+def _check_tensors(places: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[str]) -> None:
     with _Files() as opened:
         for name, path in places.items():
             try:
                 found = opened.get(path).get_slice(name)
             except SafetensorError as error:
-                raise ValueError(
-                    f"{path}: lacks {name}, which the index places there; fetch it again"
-                ) from error
+                raise ValueError(f"{path}: lacks {name}, which the index places there; fetch it again") from error
             shape, dtype = tuple(found.get_shape()), found.get_dtype()
             if shape != shapes[name]:
                 raise ValueError(
@@ -235,9 +220,7 @@ def _check_tensors(
                     "make the run's model the same, or name another folder"
                 )
             if dtype not in dtypes:
-                raise ValueError(
-                    f"{path}: {name} has dtype {dtype}, expected one of {list(dtypes)}; convert it first"
-                )
+                raise ValueError(f"{path}: {name} has dtype {dtype}, expected one of {list(dtypes)}; convert it first")
 
 
 def _read_biases(checkpoint: Path) -> dict[str, Tensor]:

@@ -63,9 +63,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
 
-    def save(
-        self, state: ModelState, family: Family, train_state: TrainState, biases: Mapping[str, Tensor]
-    ) -> None:
+    def save(self, state: ModelState, family: Family, train_state: TrainState, biases: Mapping[str, Tensor]) -> None:
         """Save one checkpoint, after finishing the one before it.
 
         biases  MoE layer's name -> fp32 [E] routing bias, equal on all ranks; empty when the run has none
@@ -124,7 +122,7 @@ class Saver:
         reason = f"{type(error).__name__}: {error}" if error else "another rank could not write its part"
         raise SaveFailed(
             f"{partial.name.removeprefix(_ASIDE)} was not saved in {self.folder}: {reason}. "
-            "Earlier checkpoints are untouched; free space or name another folder"
+            "Earlier checkpoints are untouched; if the disk is full, free space"
         ) from error
 
 
@@ -136,16 +134,12 @@ def _copy(
     shapes = {theirs: shape for part in parts.values() for theirs, shape in part.items()}
     assert len(shapes) == sum(len(part) for part in parts.values()), "two parameters share a family name"
     plan = files.plan_files(shapes, max_bytes)
-    every = [
-        (kind, *item) for kind in kinds for item in zip(files.file_names(kind, len(plan)), plan, strict=True)
-    ]
+    every = [(kind, *item) for kind in kinds for item in zip(files.file_names(kind, len(plan)), plan, strict=True)]
     mine = every[ranks.rank :: ranks.world]
     contents: dict[str, list[Buffer]] = {}
     for kind in kinds:
         held = {file: tensors for k, file, tensors in mine if k == kind}
-        copies = _gather(
-            state, family, kind, parts, {theirs for tensors in held.values() for theirs in tensors}
-        )
+        copies = _gather(state, family, kind, parts, {theirs for tensors in held.values() for theirs in tensors})
         for file, tensors in held.items():
             contents[file] = files.encode_safetensors({theirs: copies[theirs] for theirs in tensors})
         if ranks.rank == 0:
@@ -154,9 +148,7 @@ def _copy(
     return contents
 
 
-def _small_files(
-    family: Family, train_state: TrainState, biases: Mapping[str, Tensor]
-) -> dict[str, list[Buffer]]:
+def _small_files(family: Family, train_state: TrainState, biases: Mapping[str, Tensor]) -> dict[str, list[Buffer]]:
     """Config, state and, where there are any, routing biases."""
     contents: dict[str, list[Buffer]] = {
         files.CONFIG: [json.dumps(family.config_json(), indent=1).encode()],

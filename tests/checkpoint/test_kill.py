@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pithtrain.checkpoint import latest
+from pithtrain.checkpoint import ONE_RANK, latest
+from pithtrain.checkpoint.folder import step_folders, verify
 from tests.checkpoint.fakes import save
 
 _POINTS = ("fsync", "rename", "unlink", "rmdir")
@@ -58,7 +59,8 @@ def in_child(body: Callable[[], object]) -> int:
 def sweep(folder: Path, step: int) -> int:
     """Save `step` (seed 2) over and over beside step 1 (seed 1), killed one call later each time; the kills.
 
-    After each kill one of the two must be there, whole; the next save cleans up.
+    After each kill one of the two must be there, and nothing but whole checkpoints under a checkpoint's name;
+    the next save cleans up.
     """
     first = save(folder / "first", 1, seed=1, max_file_bytes=200_000)
     second = save(folder / "second", step, seed=2, max_file_bytes=200_000)
@@ -76,6 +78,7 @@ def sweep(folder: Path, step: int) -> int:
         path, _ = latest(here)
         assert path is not None, f"nothing whole is left after the kill at call {kills + 1}"
         assert (path / "pith/manifest.json").read_bytes() in manifests
+        assert not any(verify(left, ONE_RANK) for left in step_folders(here)), "a partial folder has a step's name"
         if status == 0:
             assert [p.name for p in here.iterdir()] == [second.name] and path.name == second.name
             return kills

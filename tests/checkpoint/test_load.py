@@ -89,6 +89,12 @@ def test_a_foreign_manifest_is_refused(copy, text):
     assert all("pith/manifest.json" in message for message in refusals(copy))
 
 
+def test_a_later_format_is_refused(copy):
+    path = copy / "pith/manifest.json"
+    path.write_text(path.read_text().replace("pith checkpoint 1", "pith checkpoint 2"))
+    assert all(f"{path}: format 'pith checkpoint 2', expected 'pith checkpoint 1'" in m for m in refusals(copy))
+
+
 def test_latest_takes_the_newest_whole_and_says_what_it_skipped(tmp_path):
     assert latest(tmp_path / "nothing") == (None, [])
     for step in (9, 10, 11, 100000000):
@@ -188,9 +194,10 @@ def test_broken_released_folders_are_named(tmp_path, tensors):
     folder = released(tmp_path / "hf", tensors)
     state = FakeState(World(1), 0, 1)
     index = folder / "model.safetensors.index.json"
-    for text in ("{", '{"weight_map": {"a": "../model.safetensors"}}'):
+    outside = json.dumps({"weight_map": dict.fromkeys(tensors, "../model.safetensors")})
+    for text, says in (("{", "not a safetensors index"), (outside, "names '../model.safetensors'")):
         index.write_text(text)
-        with pytest.raises(ValueError, match=r"hf/model.safetensors.index.json"):
+        with pytest.raises(ValueError, match=f"hf/model.safetensors.index.json: {says}"):
             import_weights(folder, state, family())
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "gone.safetensors")}))
     with pytest.raises(ValueError, match=r"hf/gone.safetensors"):

@@ -4,14 +4,16 @@ import errno
 import hashlib
 import json
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
 
 from pithtrain.checkpoint import SaveFailed, Saver, folder, latest
-from pithtrain.checkpoint.folder import plan_files, verify
+from pithtrain.checkpoint.folder import encode_safetensors, plan_files, verify
 from pithtrain.checkpoint.state import ONE_RANK
 from tests.checkpoint.fakes import (
     MAX_FILE_BYTES,
@@ -41,6 +43,13 @@ def test_bytes_do_not_depend_on_the_mesh(tmp_path, size, ep):
     mesh = contents(save(tmp_path / "mesh", 5, size=size, ep=ep))
     assert len([name for name in alone if name.startswith("model-")]) > 4
     assert mesh == alone
+
+
+def test_tensor_data_starts_at_a_multiple_of_eight_bytes():
+    for name in ("a", "ab", "abc", "abcdefg"):
+        size, header, data = encode_safetensors({name: torch.arange(3.0)})
+        assert int.from_bytes(size, "little") == len(header) and len(header) % 8 == 0
+        assert torch.equal(load(b"".join([size, header, data]))[name], torch.arange(3.0))
 
 
 def test_every_mesh_loads_and_saves_again_the_same_bytes(tmp_path):
@@ -108,6 +117,29 @@ def test_nothing_is_published_before_every_rank_has_written(tmp_path):
 
     assert world.run(body) == [([".tmp-step-00000005"], ["step-00000005"])] * 2
     assert latest(tmp_path)[0] == tmp_path / "step-00000006"
+
+
+def test_poll_waits_for_the_slowest_rank_without_blocking(tmp_path, monkeypatch):
+    go, whole_write = threading.Event(), folder.write_file
+
+    def slow(path, buffers):
+        if path.name == "written-00001.json":
+            assert go.wait(60)
+        return whole_write(path, buffers)
+
+    monkeypatch.setattr(folder, "write_file", slow)
+    world = World(2)
+
+    def body(rank: int) -> list[Path | None]:
+        saver = Saver(tmp_path, world.ranks(rank), keep=2, background=True)
+        saver.save(FakeState(world, rank, 2).fill(), family(), train_state(5), {})
+        if rank == 0:
+            saver._writer.submit(lambda: None).result()  # its own part is written
+        early = saver.poll()
+        go.set()
+        return [early, saver.wait()]
+
+    assert world.run(body) == [[None, tmp_path / "step-00000005"]] * 2
 
 
 def test_keeps_the_newest_whole_ones(tmp_path):
