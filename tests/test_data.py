@@ -35,7 +35,7 @@ from pithtrain.data.sources import cut, documents, read_piece
 END = 256
 PINNED_ORDER = [1, 3, 9, 7, 6, 8, 5, 4, 3, 2, 0, 1]
 PINNED_TOKENS = [[6, 18, 30, 42, 92, 66], [25, 74, 31, 34, 37, 40]]
-TEXTS = {"b.txt": "second file", "a.txt": "first", "sub/c.txt": "día\r\nthird", "skip.md": "other suffix"}
+TEXTS = {"b.txt": "second file", "a.txt": "first", "aa/c.txt": "día\r\nthird", "skip.md": "other suffix"}
 
 
 def write_files(folder: Path, texts: dict[str, str | bytes]) -> Path:
@@ -78,7 +78,7 @@ def counting(tmp_path: Path) -> Dataset:
 def test_tokens_are_the_files_in_name_order_each_with_its_end(source: Path, tmp_path: Path) -> None:
     info = prepare([source], tmp_path / "out")
     dataset = Dataset.open(tmp_path / "out" / "train")
-    expected = [token for name in ("a.txt", "b.txt", "sub/c.txt") for token in tokens_of(TEXTS[name])]
+    expected = [token for name in ("a.txt", "aa/c.txt", "b.txt") for token in tokens_of(TEXTS[name])]
     assert stored_tokens(dataset) == expected
     assert info.created and info.validation is None and not (tmp_path / "out" / "validation").exists()
     assert (info.train.num_documents, info.train.num_tokens, info.train.vocab_size) == (3, len(expected), 257)
@@ -235,7 +235,7 @@ def test_impossible_inputs_are_refused(source: Path, tmp_path: Path) -> None:
         (r"no file with suffix \.csv", lambda: prepare([source], out, suffixes=[".csv"])),
         ("train split has no tokens .1 empty", lambda: prepare([tmp_path / "empty"], out)),
         ("validation split has no tokens", lambda: prepare([source], out, holdout=1e-9)),
-        ("reached twice", lambda: prepare([source, source / "sub"], out)),
+        ("reached twice", lambda: prepare([source, source / "aa"], out)),
         (r"holdout .* got 1", lambda: prepare([source], out, holdout=1.0)),
         ("workers must be at least 1", lambda: prepare([source], out, workers=0)),
         ("suffixes must be", lambda: prepare([source], out, suffixes=["txt"])),
@@ -247,7 +247,7 @@ def test_impossible_inputs_are_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_excluded_folders_are_not_entered(source: Path, tmp_path: Path) -> None:
-    assert prepare([source], tmp_path / "out", exclude=["sub"]).train.num_documents == 2
+    assert prepare([source], tmp_path / "out", exclude=["aa"]).train.num_documents == 2
 
 
 def test_the_same_dataset_is_left_and_another_refused(source: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_same_dataset_is_left_and_another_refused(source: Path, tmp_path: Pa
     again = prepare([source], out, workers=2)
     assert not again.created and "already there" in str(again)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
-    for change in ({"holdout": 0.5}, {"shard_tokens": 8}, {"exclude": ["sub"]}):
+    for change in ({"holdout": 0.5}, {"shard_tokens": 8}, {"exclude": ["aa"]}):
         with pytest.raises(ValueError, match="other sources or options"):
             prepare([source], out, **change)  # type: ignore[arg-type]
     write_files(source, {"a.txt": "firsT"})
