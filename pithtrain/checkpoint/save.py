@@ -63,8 +63,10 @@ class Saver:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
 
-    def save(self, state: ModelState, family: Family, train_state: TrainState, biases: Mapping[str, Tensor]) -> None:
-        """Save one checkpoint, after finishing the one before it.
+    def save(
+        self, state: ModelState, family: Family, train_state: TrainState, biases: Mapping[str, Tensor]
+    ) -> Path | None:
+        """Save one checkpoint, after finishing the one before it; its path, or None while a thread writes it.
 
         biases  MoE layer's name -> fp32 [E] routing bias, equal on all ranks; empty when the run has none
         Raises SaveFailed on every rank when any could not write.
@@ -78,8 +80,7 @@ class Saver:
             contents |= _small_files(family, train_state, biases)
         writing = self._writer.submit(_write, partial, contents, self.ranks.rank)
         self._pending = _Pending(partial, final, writing)
-        if not self.background:
-            self.wait()
+        return None if self.background else self.wait()
 
     def poll(self) -> Path | None:
         """Publish the save in flight if every rank has written its files; its path if so, else None."""

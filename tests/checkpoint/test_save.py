@@ -242,6 +242,7 @@ def test_a_failure_that_is_no_disk_error_is_not_published(tmp_path, monkeypatch)
 def test_weights_only_when_there_are_no_moments(tmp_path):
     world = World(1)
     saver = Saver(tmp_path, world.ranks(0), keep=1, background=False, moments=())
-    saver.save(FakeState(world, 0, 1).fill(), family(), train_state(1), {})
+    published = saver.save(FakeState(world, 0, 1).fill(), family(), train_state(1), {})
+    assert published == tmp_path / "step-00000001"
     assert not list(tmp_path.glob("step-*/optimizer/*"))
     assert latest(tmp_path) == (tmp_path / "step-00000001", [])
