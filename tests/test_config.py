@@ -413,7 +413,7 @@ OTHER_NUMBERS = [
     *("optim.beta1=0.8", "optim.beta2=0.9", "optim.eps=1e-6", "optim.weight_decay=0", "optim.clip_norm=0"),
     *("schedule.kind=cosine", "schedule.warmup_steps=1", "schedule.decay_steps=1", "schedule.min_lr_ratio=1"),
     *("balance.loss=none", "balance.coef=1", "balance.z_loss=1", "balance.bias_update_rate=1"),
-    *("train.steps=101", "train.seed=1"),
+    *("train.steps=101", "train.seed=1", "train.routing=balanced"),
 ]
 
 

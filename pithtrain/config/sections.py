@@ -135,6 +135,8 @@ class TrainConfig(Section):
     """Seed of the initial weights and of the order of the data."""
     precision: Literal["fp32"] = "fp32"
     """Arithmetic of the products."""
+    routing: Literal["learned", "balanced"] = "learned"
+    """How training chooses experts: by the router, or in turn and evenly, to measure speed without its effect."""
     eval_interval: NonNegativeInt = 0
     """Steps between evaluations on the validation data. 0 = only at the end."""
     eval_batches: NonNegativeInt = 0

@@ -155,6 +155,10 @@ class Qwen3MoE:
     def config_json(self) -> dict[str, Any]:
         return to_hf_config(self.arch)
 
+    def respell(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Any config.json of the family as `config_json` would spell it. ValueError for what is not built."""
+        return to_hf_config(from_hf_config(config))
+
 
 def load_architecture(config: str) -> Architecture:
     """From a preset's name, a config.json, or a folder that holds one."""

@@ -1,0 +1,144 @@
+"""python -m pithtrain.train RUN.toml: one rank, from its arguments to its exit code."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pithtrain.config import ConfigError, RunConfig, load, smallest_world
+from pithtrain.data import bigram_entropy
+from pithtrain.train.checkpoints import CHECKPOINTS
+from pithtrain.train.loop import Ending, train
+from pithtrain.train.plan import Plan, dry_run, make_plan, write_resolved
+from pithtrain.train.watch import COMPLETE, FAILED, REFUSED, Status, Watch
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place in the world, as torchrun tells it; alone, a world of one."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    world_size: int
+
+    @staticmethod
+    def read() -> "Place":
+        defaults = (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1))
+        return Place(*(int(os.environ.get(name, default)) for name, default in defaults))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains as this rank; the exit code is one of watch.py's. Of a run that is refused or ends as it should, only the
+    first rank says anything: the others return 0.
+    """
+    parser = argparse.ArgumentParser(prog="python -m pithtrain.train", description="Train what RUN.toml describes.")
+    parser.add_argument("run", type=Path, metavar="RUN.toml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the run file"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check the run and print what it would be")
+    arguments = parser.parse_args(argv)
+    place = Place.read()
+    cfg: RunConfig | None = None
+    try:
+        cfg = load(arguments.run, arguments.set)
+        if arguments.dry_run:
+            world_size = place.world_size if "WORLD_SIZE" in os.environ else smallest_world(cfg.mesh)
+            text = dry_run(cfg, world_size, str(arguments.run))
+            print(text if place.rank == 0 else "", end="\n" if place.rank == 0 else "")
+            return COMPLETE
+        plan = make_plan(cfg, str(arguments.run), place.world_size)
+        device = _device(place)
+    except ValueError as error:
+        return _refuse(cfg, place, error)
+    return _run(plan, place, device)
+
+
+def _refuse(cfg: RunConfig | None, place: Place, error: ValueError) -> int:
+    """Every rank of a machine finds the same; the first one there says it."""
+    if place.local_rank:
+        return COMPLETE
+    print(error, file=sys.stderr, flush=True)
+    if cfg is not None:
+        Status(cfg.run.folder / "status.json", place.rank).write(REFUSED, str(error), 0)
+    return REFUSED
+
+
+def _device(place: Place) -> torch.device:
+    """A GPU of this machine's for each of its ranks, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if place.local_world_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"{place.local_world_size} ranks on this machine need as many GPUs, got {torch.cuda.device_count()}; "
+            "start fewer, or train on CPUs with CUDA_VISIBLE_DEVICES="
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def _run(plan: Plan, place: Place, device: torch.device) -> int:
+    status = Status(plan.cfg.run.folder / "status.json", place.rank)
+    if place.rank == 0:
+        status.clear()
+        write_resolved(plan)
+    with Watch(status, plan.cfg.train.hang_timeout) as watch:
+        try:
+            _prepare_torch(plan, place, device)
+            ending = train(plan, device, watch)
+        except BaseException as error:  # noqa: BLE001 - whatever ended this rank is shown and recorded
+            error.add_note(f"on rank {place.rank} of {place.world_size}, in the step after step {watch.step}")
+            traceback.print_exc()
+            status.fail(FAILED, f"{type(error).__name__}: {error}", watch.step)
+            return FAILED
+    if place.rank == 0:
+        status.write(ending.exit_code, ending.reason, ending.step)
+        print(_last_words(plan, ending), flush=True)
+    if place.world_size > 1:
+        dist.destroy_process_group()
+    return ending.exit_code if place.rank == 0 else COMPLETE
+
+
+def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
+    """Threads, determinism, and the process group of a world of several ranks."""
+    torch.set_num_threads(plan.cfg.train.threads)
+    cuda = device.type == "cuda"
+    torch.use_deterministic_algorithms(True, warn_only=cuda)
+    # else every new buffer is filled with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if cuda:
+        torch.cuda.set_device(device)
+    if place.world_size > 1:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=plan.cfg.train.hang_timeout))
+
+
+def _last_words(plan: Plan, ending: Ending) -> str:
+    """What the run left and how to go on, for its user."""
+    folder = plan.cfg.run.folder
+    lines = [f"step {ending.step}: {ending.reason}"]
+    if ending.validation_loss is not None:
+        lines.append(f"loss on held-out data: {ending.validation_loss:.4f} nats a token")
+        if plan.train.vocab_size <= 1024:
+            lines[-1] += f" (bigram entropy of the training data: {bigram_entropy(plan.train):.4f})"
+    lines += [
+        f"run folder: {folder}",
+        f"  {CHECKPOINTS}/step-{ending.step:08d}  the model as a Hugging Face folder, and all a resume needs",
+        "  metrics.jsonl  every step     config.resolved.toml  the whole run file     status.json  how it ended",
+        "what next:",
+    ]
+    if ending.exit_code == COMPLETE:
+        lines += [
+            f"  pith export {folder}/{CHECKPOINTS}/step-{ending.step:08d} OUT  the model alone",
+            f"  pith train {plan.source} --set train.steps={2 * ending.step}  train longer from here",
+        ]
+    else:
+        lines.append(f"  pith train {plan.source}  goes on from the newest whole checkpoint")
+    return "\n".join(lines)

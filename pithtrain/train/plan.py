@@ -1,0 +1,120 @@
+"""What a run file asks for: the model, the data, the mesh. Built without torch's process group and without weights."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pithtrain.config import (
+    ConfigError,
+    MeshShape,
+    RunConfig,
+    check_files,
+    check_run,
+    fingerprint,
+    refusal,
+    resolve_mesh,
+)
+from pithtrain.data import Dataset
+from pithtrain.metrics import flops_per_token, parameter_counts
+from pithtrain.models.architecture import Architecture, parameter_specs
+from pithtrain.models.qwen3_moe import load_architecture
+from pithtrain.parallel.mesh import DIMS, Axis, Mesh, groups_of
+from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.transport import Transport
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A run that can be. `source`: the run file's name, for messages."""
+
+    cfg: RunConfig
+    source: str
+    arch: Architecture
+    shape: MeshShape
+    train: Dataset
+    validation: Dataset | None
+    fingerprint: str
+
+
+def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
+    """The run, every file it reads opened. Raises ConfigError with all that makes it impossible."""
+    problems = check_files(cfg)
+    _raise(source, problems)
+    arch = _try(problems, lambda: load_architecture(str(cfg.model.config)))
+    train = _try(problems, lambda: Dataset.open(cfg.data.train, cfg.train.seed))
+    held_out = cfg.data.validation
+    validation = None if held_out is None else _try(problems, lambda: Dataset.open(held_out))
+    if arch is not None and train is not None:
+        problems += check_run(cfg, arch, world_size, train, validation)
+    _raise(source, problems)
+    assert arch is not None and train is not None
+    shape = json.dumps(asdict(arch), sort_keys=True).encode()
+    contents = {"model.config": hashlib.sha256(shape).hexdigest(), "data.train": train.index.inputs_sha256}
+    mesh = resolve_mesh(cfg.mesh, world_size)
+    return Plan(cfg, source, arch, mesh, train, validation, fingerprint(cfg, contents))
+
+
+def _try(problems: list[str], build: Callable[[], T]) -> T | None:
+    try:
+        return build()
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _raise(source: str, problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(refusal(source, problems))
+
+
+def resolved_toml(cfg: RunConfig) -> str:
+    """Every field of the run as a TOML file that loads to the same run."""
+    lines = []
+    for section, table in cfg.model_dump(mode="json").items():
+        fields = [f"{name} = {json.dumps(value)}" for name, value in table.items() if value is not None]
+        lines += [f"[{section}]", *fields, ""]
+    return "\n".join(lines)
+
+
+def dry_run(cfg: RunConfig, world_size: int, source: str = "run") -> str:
+    """What the run would be, in words; nothing is started or allocated. Raises ConfigError if it cannot be."""
+    plan = make_plan(cfg, source, world_size)
+    total, active = parameter_counts(plan.arch)
+    parts = bytes_per_rank(plan)
+    rows = [
+        ("fingerprint", plan.fingerprint),
+        ("mesh", f"{world_size} ranks: " + " x ".join(f"{axis} {size}" for axis, size in plan.shape._asdict().items())),
+        ("parameters", f"{total:,} in all, {active:,} active for a token"),
+        ("FLOPs a token", f"{flops_per_token(plan.arch, cfg.data.sequence_length):,} forward and backward"),
+        ("bytes a rank", f"{sum(parts.values()):,} = " + " + ".join(f"{n:,} {name}" for name, n in parts.items())),
+        ("", "activations come on top"),
+    ]
+    return resolved_toml(cfg) + "\n" + "\n".join(f"{name:15}{text}" for name, text in rows)
+
+
+def bytes_per_rank(plan: Plan) -> dict[str, int]:
+    """Bytes that every rank holds for the whole run; its master shard is a part of its values."""
+    sizes = (plan.shape.pp, plan.shape.dp, plan.shape.cp, plan.shape.ep)
+    axes = {name: Axis(name, len(groups_of(sizes, name)[0]), 0, None) for name in DIMS}
+    mesh = Mesh(0, axes["world"].size, **axes)
+    buckets = Shard.create(parameter_specs(plan.arch), mesh, Transport(), torch.device("meta")).buckets.values()
+    moments = 2 if plan.cfg.optim.optimizer == "adamw" else 0
+    return {
+        "values": sum(bucket.values.nbytes for bucket in buckets),
+        "gradients": sum(bucket.grads.nbytes for bucket in buckets),
+        "moments": moments * sum(bucket.master.nbytes for bucket in buckets),
+    }
+
+
+def write_resolved(plan: Plan) -> None:
+    """The resolved run file, in the run folder."""
+    plan.cfg.run.folder.mkdir(parents=True, exist_ok=True)
+    path: Path = plan.cfg.run.folder / "config.resolved.toml"
+    path.write_text(f"# fingerprint {plan.fingerprint}\n{resolved_toml(plan.cfg)}", encoding="utf-8")
