@@ -2,9 +2,8 @@
 
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,24 +12,18 @@ from torch import Tensor
 
 from pithtrain.checkpoint import Ranks, Saver, TrainState, load
 from pithtrain.models.architecture import Architecture, parameter_specs
-from pithtrain.models.qwen3_moe import Qwen3MoE, from_hf_config, load_architecture, name_table, to_hf_config
+from pithtrain.models.qwen3_moe import Qwen3MoE, load_architecture
 
 T = TypeVar("T")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 MAX_FILE_BYTES = 20_000
 
 
-@dataclass(frozen=True)
-class Tiny(Qwen3MoE):
-    def respell(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return to_hf_config(from_hf_config(config))
-
-
 ARCH = load_architecture("qwen3-moe-tiny")
 
 
-def family(arch: Architecture = ARCH) -> Tiny:
-    return Tiny(arch, name_table(arch))
+def family(arch: Architecture = ARCH) -> Qwen3MoE:
+    return Qwen3MoE.of(arch)
 
 
 class World:
