@@ -58,7 +58,7 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        x, weight = ctx.saved_tensors[0].detach(), ctx.weight  # a queued closure must not keep the graph alive
         ctx.compute.weight_gradient(lambda: add_linear_weight_gradient(weight, x, grad))
         return grad @ weight.value, None, None
 
@@ -71,7 +71,6 @@ def linear(x: Tensor, weight: Weight, compute: Compute) -> Tensor:
 
 def add_linear_weight_gradient(weight: Weight, x: Tensor, grad: Tensor) -> None:
     """Adds grad.T @ x to the buffer of weight [O, I]; x [.., I], grad [.., O]."""
-    x, grad = x.detach(), grad.detach()  # a queued closure must not keep the graph alive
     weight.grad.addmm_(grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1]))
 
 
@@ -110,7 +109,6 @@ def add_weight_gradient_by_grouped_mm(buffer: Tensor, x: Tensor, grad: Tensor, g
 
 def add_grouped_weight_gradient(weight: Weight, x: Tensor, grad: Tensor, groups: Groups) -> None:
     """Adds every group's weight gradient to the buffer of weight [L, O, I]; x [N, I], grad [N, O]."""
-    x, grad = x.detach(), grad.detach()
     if grouped_mm_is_faster(x):
         add_weight_gradient_by_grouped_mm(weight.grad, x, grad, groups)
     else:
@@ -127,7 +125,7 @@ class _GroupedLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,), weight, groups = ctx.saved_tensors, ctx.weight, ctx.groups
+        x, weight, groups = ctx.saved_tensors[0].detach(), ctx.weight, ctx.groups
         grad = grad.contiguous()
         ctx.compute.weight_gradient(lambda: add_grouped_weight_gradient(weight, x, grad, groups))
         multiply = multiply_by_grouped_mm if grouped_mm_is_faster(grad) else multiply_by_loop

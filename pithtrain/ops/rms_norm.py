@@ -25,7 +25,7 @@ class _RMSNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, scale = ctx.saved_tensors
         normed = x * scale
-        flat_grad, flat_normed = grad.reshape(-1, grad.shape[-1]), normed.view(-1, x.shape[-1])
+        flat_grad, flat_normed = grad.reshape(-1, grad.shape[-1]), normed.reshape(-1, x.shape[-1])
         ctx.weight.grad.add_((flat_grad * flat_normed).sum(0))
         grad_normed = grad * ctx.weight.value
         along = torch.linalg.vecdot(grad_normed, normed).div_(-x.shape[-1]).unsqueeze(-1)
