@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pithtrain.data.index import Index, check_shards, check_sizes, read_index
+from pithtrain.data.index import Index, check_shards, read_index
 from pithtrain.data.order import Int64, sample_indices
+from pithtrain.data.tokenizer import Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,8 +106,7 @@ class Samples(ABC):
 
 
 class Dataset(Samples):
-    """One split of a prepared folder, its shards mapped into memory, read only: any number of jobs may share
-    it."""
+    """One split of a prepared folder, mapped into memory and never written: any number of jobs may share it."""
 
     def __init__(self, folder: Path, index: Index, seed: int) -> None:
         super().__init__(index.vocab_size, seed)
@@ -117,13 +117,12 @@ class Dataset(Samples):
 
     @classmethod
     def open(cls, folder: Path, seed: int = 0) -> Dataset:
-        """Opens `folder` (one that holds index.json), checking its index and every shard's size.
+        """Opens `folder`, which holds index.json, checking that file and every shard's size.
 
-        Raises ValueError naming the file and the remedy; `verify` reads and checks the shards' content as
-        well.
+        Raises ValueError naming the file and the remedy; `verify` checks the shards' content as well.
         """
         index = read_index(folder)
-        check_sizes(folder, index)
+        check_shards(folder, index)
         return cls(folder, index, seed)
 
     def __str__(self) -> str:
@@ -131,7 +130,7 @@ class Dataset(Samples):
 
     def verify(self) -> None:
         """Reads every shard; raises ValueError naming the first whose checksum is not the index's."""
-        check_shards(self.folder, self.index)
+        check_shards(self.folder, self.index, content=True)
 
     def num_samples(self, sequence_length: int) -> int:
         """Windows of S + 1 tokens at stride S; up to S tokens at the end are in none."""
@@ -139,28 +138,20 @@ class Dataset(Samples):
 
     def read(self, indices: Int64, sequence_length: int) -> Int64:
         """Tokens [B, S + 1] int64 of the windows `indices` [B]."""
-        windows = np.empty((len(indices), sequence_length + 1), dtype=np.int64)
-        for window, index in zip(windows, indices.tolist(), strict=True):
-            self._read_into(window, index * sequence_length)
-        return windows
+        starts = (indices * sequence_length).tolist()
+        return np.stack([self.token_range(start, start + sequence_length + 1) for start in starts])
 
     def token_range(self, start: int, stop: int) -> Int64:
-        """Tokens [stop - start] int64 in the order of the files."""
-        tokens = np.empty(stop - start, dtype=np.int64)
-        self._read_into(tokens, start)
-        return tokens
-
-    def _read_into(self, out: Int64, start: int) -> None:
-        """Fills `out` with the tokens from `start` on, crossing shards as needed."""
-        assert start >= 0 and start + len(out) <= self.num_tokens, (start, len(out), self.num_tokens)
+        """Tokens [stop - start] int64 in the order of the files, whichever shards hold them."""
+        assert 0 <= start < stop <= self.num_tokens, (start, stop, self.num_tokens)
+        parts: list[Tokens] = []
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        filled = 0
-        while filled < len(out):
-            offset = start + filled - int(self._starts[shard])
-            part = self._shards[shard][offset : offset + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled += len(part)
+        while start < stop:
+            first = int(self._starts[shard])
+            parts.append(self._shards[shard][start - first : stop - first])
+            start += len(parts[-1])
             shard += 1
+        return np.concatenate(parts, dtype=np.int64)
 
 
 def validation_batches(

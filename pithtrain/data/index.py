@@ -1,4 +1,4 @@
-"""What a prepared folder looks like on disk, and the one file that says so.
+"""What a prepared folder looks like on disk: its index read and checked, a split written.
 
     <out>/train/index.json         format, tokenizer, counts, and each shard's size and checksum
     <out>/train/shard-00000.bin    token ids, little endian, uint16 where the vocabulary fits, else uint32
@@ -13,9 +13,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from pithtrain.data.tokenizer import Tokenizer, Tokens
 
 FORMAT = "pith-tokens"
 VERSION = 1
@@ -50,11 +55,12 @@ class Index:
     num_invalid: int  # documents not valid UTF-8, replaced or skipped as asked
     shards: tuple[Shard, ...]
 
-
-def index_text(index: Index) -> str:
-    """The bytes of index.json: sorted keys, one final newline."""
-    fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
-    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=1, sort_keys=True) + "\n"
+    def __str__(self) -> str:
+        return (
+            f"{self.split}: {self.num_tokens:,} tokens of {self.vocab_size:,} ({self.tokenizer}) in "
+            f"{len(self.shards)} shards; {self.num_documents:,} documents, {self.num_empty:,} empty ones left out, "
+            f"{self.num_invalid:,} not valid UTF-8"
+        )
 
 
 def read_index(folder: Path) -> Index:
@@ -76,23 +82,77 @@ def read_index(folder: Path) -> Index:
     return Index(**{**fields, "shards": tuple(Shard(**shard) for shard in fields["shards"])})
 
 
-def check_sizes(folder: Path, index: Index) -> None:
-    """Raises ValueError, naming the file, where a shard is missing or its size is not the index's."""
+def check_shards(folder: Path, index: Index, content: bool = False) -> None:
+    """Raises ValueError, naming the file, where a shard is missing or its size, or `content`, is not the index's."""
     for shard in index.shards:
         path = folder / shard.file
         if not path.is_file():
             raise ValueError(f"{path} is missing, the index lists it; {REMEDY}")
         if (size := path.stat().st_size) != shard.num_bytes:
             raise ValueError(f"{path} has {size} bytes, the index says {shard.num_bytes}; {REMEDY}")
+        if content and hashlib.sha256(path.read_bytes()).hexdigest() != shard.sha256:
+            raise ValueError(f"{path}: its checksum is not the index's; {REMEDY}")
 
 
-def check_shards(folder: Path, index: Index) -> None:
-    """Reads every byte; raises ValueError naming the first shard whose checksum is not the index's."""
-    check_sizes(folder, index)
-    for shard in index.shards:
-        with open(folder / shard.file, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise ValueError(f"{folder / shard.file}: its checksum is not the index's; {REMEDY}")
+class SplitWriter:
+    """Cuts one split's tokens into shards of equal length; at most one shard waits in memory."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        self._folder, self._tokenizer, self._shard_tokens = folder, tokenizer, shard_tokens
+        self._waiting: list[Tokens] = []
+        self._num_waiting = 0
+        self._shards: list[Shard] = []
+
+    def add(self, tokens: Tokens) -> None:
+        """Takes the next tokens, and writes every shard that is full."""
+        self._waiting.append(tokens)
+        self._num_waiting += tokens.size
+        while self._num_waiting >= self._shard_tokens:
+            self._write_shard()
+
+    def finish(self, inputs_sha256: str, num_documents: int, num_empty: int, num_invalid: int) -> None:
+        """Writes the last shard and the index. Raises ValueError where the split has no token."""
+        if self._num_waiting:
+            self._write_shard()
+        if not self._shards:
+            raise ValueError(
+                f"the {self._folder.name} split has no tokens ({num_empty} empty and {num_invalid} invalid "
+                "documents fell into it); give more text, or change holdout"
+            )
+        index = Index(
+            split=self._folder.name,
+            dtype=self._tokenizer.dtype,
+            vocab_size=self._tokenizer.vocab_size,
+            end_of_document=self._tokenizer.end_of_document,
+            tokenizer=self._tokenizer.name,
+            tokenizer_sha256=self._tokenizer.sha256,
+            inputs_sha256=inputs_sha256,
+            num_tokens=sum(shard.num_tokens for shard in self._shards),
+            num_documents=num_documents,
+            num_empty=num_empty,
+            num_invalid=num_invalid,
+            shards=tuple(self._shards),
+        )
+        fields: dict[str, Any] = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
+        text = json.dumps({**fields, "checksum": _checksum(fields)}, indent=1, sort_keys=True) + "\n"
+        self._write(INDEX_NAME, text.encode())
+
+    def _write_shard(self) -> None:
+        tokens = np.concatenate(self._waiting)
+        tokens, rest = tokens[: self._shard_tokens], tokens[self._shard_tokens :]
+        self._waiting, self._num_waiting = [rest], rest.size
+        name = f"shard-{len(self._shards):05d}.bin"
+        data = tokens.astype(tokens.dtype.newbyteorder("<")).tobytes()
+        self._write(name, data)
+        self._shards.append(Shard(name, tokens.size, len(data), hashlib.sha256(data).hexdigest()))
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Writes a file and waits until the disk has it, so that the rename publishes whole files."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / name, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -16,20 +16,21 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pithtrain.data.index import VERSION, Index, check_sizes, read_index
-from pithtrain.data.sources import Invalid, Piece, cut, digest, documents, find_files, read_piece
+from pithtrain.data.index import VERSION, Index, SplitWriter, check_shards, read_index
+from pithtrain.data.sources import Invalid, Piece, cut, documents, find_files, read_piece
 from pithtrain.data.tokenizer import Tokenizer, Tokens, open_tokenizer
-from pithtrain.data.writing import SplitWriter, Tally
 
 SPLITS = ("train", "validation")
+Task = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class DatasetInfo:
 
     def __str__(self) -> str:
         verb = "prepared" if self.created else "already there, same inputs:"
-        return "\n".join([f"{verb} {self.folder}", *(_describe(s) for s in (self.train, self.validation) if s)])
+        return "\n  ".join([f"{verb} {self.folder}", *(str(split) for split in (self.train, self.validation) if split)])
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Result:
+    """What a worker makes of one task; each pair is (train, validation)."""
+
     digest: bytes
-    splits: tuple[Tally, ...]  # in the order of SPLITS
+    tokens: tuple[Tokens, Tokens]
+    counts: NDArray[np.int64]  # [2, 3]: documents, empty ones, invalid ones
 
 
 def prepare(
@@ -87,11 +91,14 @@ def prepare(
     A whole dataset of the same inputs at `out` is left as it is; anything else there raises ValueError unless
     `overwrite`, which replaces a dataset and nothing else. A worker that dies raises BrokenProcessPool.
     """
-    _check_arguments(workers, suffixes, holdout, shard_tokens)
+    if not 0 <= holdout < 1:
+        raise ValueError(f"holdout must be a share of the documents in [0, 1), got {holdout}")
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
     options = _Options(open_tokenizer(tokenizer, end_token), holdout, invalid, shard_tokens)
     tasks = cut(find_files(sources, suffixes, exclude))
     if _occupied(out) and not overwrite:
-        return _existing(out, _inputs([_digest_task(task) for task in tasks], options))
+        return _existing(out, _inputs((read_piece(piece)[2] for task in tasks for piece in task), options), holdout)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".{out.name}.{secrets.token_hex(8)}.tmp"
     try:
@@ -99,48 +106,31 @@ def prepare(
         created = _publish(temporary, out, overwrite)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return dataclasses.replace(_existing(out, inputs), created=created)
+    return dataclasses.replace(_existing(out, inputs, holdout), created=created)
 
 
-def _check_arguments(workers: int, suffixes: Sequence[str], holdout: float, shard_tokens: int) -> None:
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
-    if isinstance(suffixes, str) or not suffixes or not all(s.startswith(".") for s in suffixes):
-        raise ValueError(f"suffixes must be a list of endings such as ['.txt'], got {suffixes!r}")
-    if not 0 <= holdout < 1:
-        raise ValueError(f"holdout must be a share of the documents in [0, 1), got {holdout}")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
-
-
-def _tokenize_task(task: Sequence[Piece], options: _Options) -> _Result:
+def _tokenize_task(task: Task, options: _Options) -> _Result:
     """Runs in a worker: reads, splits and tokenizes the pieces of one task."""
     encode = options.tokenizer.load()
     digests: list[bytes] = []
-    tokens: list[list[Tokens]] = [[], []]
-    counts = np.zeros((2, 3), dtype=np.int64)  # [split, (documents, empty, invalid)]
+    empty = np.empty(0, dtype=options.tokenizer.dtype)
+    tokens = ([empty], [empty])
+    counts = np.zeros((2, 3), dtype=np.int64)
     for piece in task:
-        begin, data = read_piece(piece)
-        digests.append(digest(piece, begin, data))
+        begin, data, digest = read_piece(piece)
+        digests.append(digest)
         for document in documents(piece, begin, data, options.invalid):
             split = int(_fraction(document.key) < options.holdout)
             counts[split] += (bool(document.text), document.text == "", not document.is_valid)
             if document.text:
                 tokens[split].append(encode(document.text))
-    empty = np.empty(0, dtype=options.tokenizer.dtype)
-    splits = (Tally(np.concatenate([empty, *tokens[s]]), *counts[s].tolist()) for s in range(2))
-    return _Result(b"".join(digests), tuple(splits))
+    return _Result(b"".join(digests), (np.concatenate(tokens[0]), np.concatenate(tokens[1])), counts)
 
 
-def _digest_task(task: Sequence[Piece]) -> bytes:
-    return b"".join(digest(piece, *read_piece(piece)) for piece in task)
-
-
-def _inputs(digests: Sequence[bytes], options: _Options) -> str:
+def _inputs(digests: Iterable[bytes], options: _Options) -> str:
     """One checksum over every source byte and every option that decides the tokens."""
-    tokenizer = options.tokenizer
-    recipe = [VERSION, tokenizer.sha256, tokenizer.end_of_document, options.holdout, options.invalid]
-    recipe.append(options.shard_tokens)
+    recipe = [VERSION, options.tokenizer.sha256, options.tokenizer.end_of_document]
+    recipe += [options.holdout, options.invalid, options.shard_tokens]
     return hashlib.sha256(json.dumps(recipe).encode() + b"".join(digests)).hexdigest()
 
 
@@ -149,9 +139,7 @@ def _fraction(key: str) -> float:
     return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest()[:6], "little") / 2**48
 
 
-def _run(
-    tasks: Sequence[Sequence[Piece]], job: Callable[[Sequence[Piece]], _Result], workers: int
-) -> Iterator[_Result]:
+def _run(tasks: Sequence[Task], job: Callable[[Task], _Result], workers: int) -> Iterator[_Result]:
     """Results in the order of `tasks`; at most two tasks a worker wait, so memory stays bounded."""
     if workers == 1 or len(tasks) == 1:
         yield from map(job, tasks)
@@ -167,23 +155,26 @@ def _run(
             yield waiting.popleft().result()
 
 
-def _write(folder: Path, tasks: Sequence[Sequence[Piece]], options: _Options, workers: int, progress: bool) -> str:
+def _write(folder: Path, tasks: Sequence[Task], options: _Options, workers: int, progress: bool) -> str:
     """Writes both splits into `folder`; returns the checksum of the inputs."""
     writers = [SplitWriter(folder / split, options.tokenizer, options.shard_tokens) for split in SPLITS]
+    counts = np.zeros((2, 3), dtype=np.int64)
     digests: list[bytes] = []
+    sizes = [sum(piece.stop - piece.start for piece in task) for task in tasks]
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not progress) as bar:
-        line = bar.add_task("", total=sum(piece.stop - piece.start for task in tasks for piece in task))
-        job = functools.partial(_tokenize_task, options=options)
-        for task, result in zip(tasks, _run(tasks, job, workers), strict=True):
+        line = bar.add_task("", total=sum(sizes))
+        results = _run(tasks, functools.partial(_tokenize_task, options=options), workers)
+        for result, size in zip(results, sizes, strict=True):
             digests.append(result.digest)
-            for writer, tally in zip(writers, result.splits, strict=True):
-                writer.add(tally)
-            bar.advance(line, sum(piece.stop - piece.start for piece in task))
+            counts += result.counts
+            for writer, tokens in zip(writers, result.tokens, strict=True):
+                writer.add(tokens)
+            bar.advance(line, size)
     inputs = _inputs(digests, options)
-    wanted = writers if options.holdout else writers[:1]
-    for writer in wanted:
-        writer.finish(inputs)
+    writers[0].finish(inputs, *counts[0].tolist())
+    if options.holdout:
+        writers[1].finish(inputs, *counts[1].tolist())
     return inputs
 
 
@@ -196,20 +187,18 @@ def _occupied(out: Path) -> bool:
     return any(out.iterdir())
 
 
-def _existing(out: Path, inputs: str) -> DatasetInfo:
+def _existing(out: Path, inputs: str, holdout: float) -> DatasetInfo:
     """The dataset at `out` if it is whole and made from these inputs, else ValueError."""
-    found: dict[str, Index] = {}
-    try:
-        for split in [split for split in SPLITS if split == "train" or (out / split).exists()]:
-            found[split] = read_index(out / split)
-            check_sizes(out / split, found[split])
-    except ValueError as error:
-        raise ValueError(f"{out} holds a damaged dataset: {error}, with overwrite to replace it") from None
-    if any(index.inputs_sha256 != inputs for index in found.values()):
-        raise ValueError(
-            f"{out} holds a dataset made from other sources or options; choose another folder, or overwrite"
-        )
-    return DatasetInfo(out, False, found["train"], found.get("validation"))
+    found: list[Index] = []
+    for split in SPLITS if holdout else SPLITS[:1]:
+        try:
+            found.append(read_index(out / split))
+            check_shards(out / split, found[-1])
+        except ValueError as error:
+            raise ValueError(f"{out} holds a damaged dataset: {error}, with overwrite to replace it") from None
+        if found[-1].inputs_sha256 != inputs:
+            raise ValueError(f"{out} was made from other sources or options; choose another folder, or overwrite")
+    return DatasetInfo(out, False, found[0], found[1] if holdout else None)
 
 
 def _publish(temporary: Path, out: Path, overwrite: bool) -> bool:
@@ -228,15 +217,3 @@ def _publish(temporary: Path, out: Path, overwrite: bool) -> bool:
         created = False
     shutil.rmtree(aside, ignore_errors=True)
     return created
-
-
-def _describe(index: Index) -> str:
-    extra = "".join(
-        f", {count} {what}"
-        for count, what in ((index.num_empty, "empty left out"), (index.num_invalid, "not valid UTF-8"))
-        if count
-    )
-    return (
-        f"  {index.split}: {index.num_tokens:,} tokens ({index.tokenizer}, vocabulary {index.vocab_size:,}), "
-        f"{index.num_documents:,} documents, {len(index.shards)} shards{extra}"
-    )

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn
 
 PIECE_BYTES = 2**24  # about what one task reads; a longer .jsonl is cut, a longer text is one piece
-HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape one half alone, which no UTF-8 can hold
 
 Invalid = Literal["error", "replace", "skip"]
 
@@ -58,9 +57,11 @@ def find_files(sources: Sequence[Path], suffixes: Sequence[str], exclude: Sequen
         else:
             raise ValueError(f"source {source} is neither a file nor a folder; check its path")
     if not found:
-        listed = ", ".join(str(source) for source in sources) or "no source"
-        raise ValueError(f"found no file with suffix {', '.join(suffixes)} in {listed}; name another suffix or source")
-    _refuse_twice(found)
+        listed = ", ".join(map(str, sources)) or "no source"
+        raise ValueError(f"no file with suffix {', '.join(suffixes)} in {listed}; name another suffix or source")
+    times = Counter(path.resolve() for path, _ in found)
+    if twice := [str(path) for path, count in times.items() if count > 1]:
+        raise ValueError(f"{twice[0]} is reached twice, its tokens would count twice; name it in one source")
     return found
 
 
@@ -78,48 +79,38 @@ def cut(files: Sequence[tuple[Path, str]], piece_bytes: int = PIECE_BYTES) -> li
     return [tuple(task) for task in tasks]
 
 
-def read_piece(piece: Piece) -> tuple[int, bytes]:
-    """The offset of the piece's first byte in its file, and its bytes."""
+def read_piece(piece: Piece) -> tuple[int, bytes, bytes]:
+    """The offset of the piece's first byte in its file, its bytes, and a digest of both and the file's name."""
     with open(piece.path, "rb") as file:
-        if not piece.is_json_lines:
-            return 0, file.read()
-        begin, end = _line_start(file, piece.start), _line_start(file, piece.stop)
+        begin, end = piece.start, piece.stop
+        if piece.is_json_lines:
+            begin, end = _line_start(file, begin), _line_start(file, end)
         file.seek(begin)
-        return begin, file.read(end - begin)
-
-
-def digest(piece: Piece, begin: int, data: bytes) -> bytes:
-    """Changes with the file's name, where the piece lies in it, and every byte of it."""
-    return hashlib.sha256(os.fsencode(f"{piece.name}\0{begin}\0") + data).digest()
+        data = file.read(end - begin)
+    return begin, data, hashlib.sha256(os.fsencode(f"{piece.name}\0{begin}\0") + data).digest()
 
 
 def documents(piece: Piece, begin: int, data: bytes, invalid: Invalid) -> Iterator[Document]:
-    """The documents of a piece in order. Raises ValueError naming file and line where one cannot be read."""
+    """The documents of a piece in order. Raises ValueError naming file and place where one cannot be read."""
     if not piece.is_json_lines:
         yield _decode(piece, piece.name, data, 0, invalid)
         return
     offset = begin
     for line in data.split(b"\n"):
         if line.strip():
-            yield _json_document(piece, line, offset, invalid)
+            yield _decode(piece, f"{piece.name}:{offset}", _json_text(piece, line, offset), offset, invalid)
         offset += len(line) + 1
 
 
-def _json_document(piece: Piece, line: bytes, offset: int, invalid: Invalid) -> Document:
-    decoded = _decode(piece, f"{piece.name}:{offset}", line, offset, invalid)
-    if decoded.text is None:
-        return decoded
+def _json_text(piece: Piece, line: bytes, offset: int) -> bytes:
+    """The field "text"; what no UTF-8 can hold (a bad byte, half a surrogate pair) stays in it as bad bytes."""
     try:
-        content = json.loads(decoded.text)
+        content = json.loads(line.decode(errors="surrogateescape"))
     except json.JSONDecodeError as error:
         _refuse_line(piece, offset, f"is not valid JSON ({error})")
     if not isinstance(content, dict) or not isinstance(text := content.get("text"), str):
         _refuse_line(piece, offset, 'is not an object with a string "text"')
-    if HALF_PAIR.search(text):
-        if invalid == "error":
-            _refuse_line(piece, offset, "holds half a surrogate pair")
-        return Document(decoded.key, HALF_PAIR.sub("\ufffd", text) if invalid == "replace" else None, False)
-    return Document(decoded.key, text, decoded.is_valid)
+    return text.encode(errors="surrogatepass")
 
 
 def _decode(piece: Piece, key: str, data: bytes, offset: int, invalid: Invalid) -> Document:
@@ -128,8 +119,8 @@ def _decode(piece: Piece, key: str, data: bytes, offset: int, invalid: Invalid) 
     except UnicodeDecodeError as error:
         if invalid == "error":
             raise ValueError(
-                f"{piece.path} is not valid UTF-8 at byte {offset + error.start} ({error.reason}); convert "
-                "it, or choose invalid='replace' (bad bytes become U+FFFD) or 'skip' (it is left out)"
+                f"{piece.path}: the document at byte {offset} is not valid UTF-8 ({error.reason} at its byte "
+                f"{error.start}); convert it, or choose invalid='replace' (U+FFFD for bad bytes) or 'skip'"
             ) from None
     return Document(key, data.decode(errors="replace") if invalid == "replace" else None, False)
 
@@ -144,14 +135,6 @@ def _walk(source: Path, suffixes: tuple[str, ...], exclude: Sequence[str]) -> It
             path = Path(folder, name)
             if name.endswith(suffixes) and path.is_file():
                 yield path, path.relative_to(source).as_posix()
-
-
-def _refuse_twice(found: Sequence[tuple[Path, str]]) -> None:
-    seen: set[Path] = set()
-    for path, _ in found:
-        if (real := path.resolve()) in seen:
-            raise ValueError(f"{path} is reached twice (as {real}); its tokens would count twice: name it once")
-        seen.add(real)
 
 
 def _pieces(path: Path, name: str, piece_bytes: int) -> Iterator[Piece]:

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
-Encode = Callable[[str], Tokens]
 
 BYTES = "bytes"
 BYTES_VOCAB_SIZE = 257  # 256 byte values, then the end of a document
@@ -35,18 +34,18 @@ class Tokenizer:
         """The smaller of the two token types that holds every id."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
-    def load(self) -> Encode:
-        """The function from one document's text to its ids [length + 1], the end of the document included.
+    def load(self) -> Callable[[str], Tokens]:
+        """The function from a document's text, special tokens in it taken as text, to its ids and its end."""
+        loaded = None if self.name == BYTES else _load(self.path)
 
-        Special tokens that stand in the text are encoded as text.
-        """
-        end = np.array([self.end_of_document], dtype=self.dtype)
-        if self.name == BYTES:
-            return lambda text: np.concatenate([np.frombuffer(text.encode(), np.uint8).astype(self.dtype), end])
-        loaded = _load(self.path)
-        return lambda text: np.concatenate(
-            [np.array(loaded.encode(text, add_special_tokens=False).ids, dtype=self.dtype), end]
-        )
+        def encode(text: str) -> Tokens:
+            if loaded is None:
+                ids = np.frombuffer(text.encode(), dtype=np.uint8)
+            else:
+                ids = np.array(loaded.encode(text, add_special_tokens=False).ids)
+            return np.concatenate([ids, [self.end_of_document]], dtype=self.dtype, casting="unsafe")
+
+        return encode
 
 
 def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
