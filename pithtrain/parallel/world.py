@@ -23,6 +23,9 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
+# torch imports the second at the first backward pass, for most of a second in every rank
+PRELOAD = ("pithtrain.step", "torch.fx.experimental.symbolic_shapes")
+
 
 class WorldError(RuntimeError):
     """A rank failed, died or did not finish in time. The message holds every rank's output."""
@@ -36,7 +39,7 @@ def run_world(
     function and args are pickled; preload names modules the server should have imported already. Raises WorldError.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["pithtrain.step", *preload])
+    context.set_forkserver_preload([*PRELOAD, *preload])
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(context, rank, world_size, Path(folder), function, args) for rank in range(world_size)]
         try:
