@@ -1,0 +1,108 @@
+"""Pieces of a backward pass, and the driver that runs passes in turn."""
+
+import gc
+import weakref
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pithtrain.parallel.mesh import make_mesh
+from pithtrain.parallel.tape import Piece, drive
+from pithtrain.parallel.transport import AllReduce, Pending, Request, Transport
+from tests.agreement import randn
+
+GRADS = randn(2, 3, seed=3), randn(2, 3, seed=4)
+
+
+def segment(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    """x is used three times, y once; an integer input picks rows; one output has no gradient."""
+    return x * y + x.square(), 2 * x.index_select(0, index), index + 1
+
+
+def test_a_piece_gives_the_gradients_of_autograd() -> None:
+    x, y, index = randn(2, 3), randn(2, 3, seed=1), torch.tensor([1, 1])
+    piece = Piece("layers.0.attention", segment, (x, y, index))
+    leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
+    expected = segment(*leaves, index)
+    for got, output in zip(piece.outputs, expected, strict=True):
+        assert torch.equal(got, output) and not got.requires_grad
+    grads = torch.autograd.grad(expected[:2], leaves, GRADS)
+    grad_x, grad_y, grad_index = piece.backward(*GRADS, None)
+    assert grad_x is not None and torch.equal(grad_x, grads[0])
+    assert grad_y is not None and torch.equal(grad_y, grads[1])
+    assert grad_index is None and piece.name == "layers.0.attention"
+
+
+def test_a_missing_gradient_counts_as_zero_and_what_nothing_reached_is_none() -> None:
+    x, y, index = randn(2, 3), randn(2, 3, seed=1), torch.tensor([1, 0])
+    grad_x, grad_y, _ = Piece("", segment, (x, y, index)).backward(None, GRADS[1], None)
+    assert grad_x is not None and torch.equal(grad_x, 2 * GRADS[1].flip(0)) and grad_y is None
+
+
+def test_pieces_are_cut_from_each_other() -> None:
+    """Gradients do not run through a piece into the one before it, and its inputs stay as they were."""
+    x = randn(2, 3).requires_grad_()
+    before = x * 2
+    piece = Piece("", lambda x: (x.square(),), (before,))
+    (grad,) = piece.backward(GRADS[0])
+    assert grad is not None and torch.equal(grad, GRADS[0] * 2 * before.detach())
+    assert x.grad is None
+
+
+def test_a_graph_is_freed_with_its_backward_pass() -> None:
+    """What only the graph held goes with it, though the piece itself may live on."""
+    made = []
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        kept = x.exp()
+        made.append(weakref.ref(kept))
+        return (kept * kept.sin(),)
+
+    piece = Piece("", run, (randn(2, 3),))
+    gc.collect()
+    assert made[0]() is not None
+    piece.backward(GRADS[0])
+    gc.collect()
+    assert made[0]() is None and piece.outputs == ()
+
+
+@dataclass(frozen=True, eq=False)
+class Watched(Transport):
+    """Says when each request was launched and when it was waited for."""
+
+    events: list[str] = field(default_factory=list)
+
+    def launch(self, request: Request) -> Pending:
+        assert isinstance(request, AllReduce)
+        tensor = request.tensor
+        self.events.append(f"launch {int(tensor)}")
+
+        def wait() -> tuple[Tensor, ...]:
+            self.events.append(f"wait {int(tensor)}")
+            return (tensor * 10,)
+
+        return wait
+
+
+def steps(name: int, count: int, events: list[str]) -> Generator[Request, tuple[Tensor, ...], int]:
+    total = 0
+    for at in range(count):
+        (answer,) = yield AllReduce(torch.tensor(10 * name + at), make_mesh().dp)
+        events.append(f"go on {10 * name + at}")
+        total += int(answer)
+    return total
+
+
+def test_passes_take_turns_behind_each_others_exchanges() -> None:
+    transport = Watched()
+    events = transport.events
+    totals = drive(transport, steps(1, 2, events), steps(2, 1, events), steps(3, 0, events))
+    assert totals == [10 * (10 + 11), 10 * 20, 0]
+    assert events == [
+        *("launch 10", "launch 20"),
+        *("wait 10", "go on 10", "launch 11"),
+        *("wait 20", "go on 20"),
+        *("wait 11", "go on 11"),
+    ]
