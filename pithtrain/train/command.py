@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,16 +109,18 @@ def _run(plan: Plan, place: Place, device: torch.device) -> int:
 
 def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
     """Threads, determinism, and the process group of a world of several ranks."""
+    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)  # newer names that older torch has not
     torch.set_num_threads(plan.cfg.train.threads)
     cuda = device.type == "cuda"
-    torch.use_deterministic_algorithms(True, warn_only=cuda)
+    torch.set_deterministic_debug_mode("warn" if cuda else "error")
     # else every new buffer is filled with NaN
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if cuda:
         torch.cuda.set_device(device)
     if place.world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=plan.cfg.train.hang_timeout))
+        patience = plan.cfg.train.hang_timeout + 30  # the watch comes first: it says more
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
 
 
 def _last_words(plan: Plan, ending: Ending) -> str:

@@ -103,11 +103,11 @@ class Watch:
 
     def _look_after(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
+            if time.monotonic() - self._moved > self.seconds:
+                self._end(HUNG, f"no step, evaluation or checkpoint ended within train.hang_timeout = {self.seconds} s")
             dead = [rank for rank, pid in self._peers.items() if not _is_alive(pid)]
             if dead and not self._closed.wait(LAST_WORDS_SECONDS):
                 self._end(FAILED, f"rank {dead[0]} died; this rank was waiting for it or still in its step")
-            if time.monotonic() - self._moved > self.seconds:
-                self._end(HUNG, f"no step, evaluation or checkpoint ended within train.hang_timeout = {self.seconds} s")
 
     def _end(self, exit_code: int, reason: str) -> None:
         print(f"rank {self.status.rank}: {reason}; it was here:", file=sys.stderr, flush=True)
