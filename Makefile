@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+ARGS ?=
+NOT_TEXT := site-packages dist-packages test tests idlelib lib2to3
 
 .PHONY: env train test lint prove clean
 .DELETE_ON_ERROR:
@@ -20,6 +22,13 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The Python standard library's own sources become tokens, then a small MoE is trained in two processes.
+# More options for `pith train`: make train ARGS="--set train.steps=50"
+train: env
+	$(BIN)/pith data prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+		--out runs/data/python --suffix .py --holdout 0.05 --invalid skip $(NOT_TEXT:%=--exclude %)
+	$(BIN)/pith train examples/small.toml $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not prove'

@@ -10,18 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pithtrain.checkpoint import ONE_RANK
 from pithtrain.config import ConfigError, load, parse
-from pithtrain.data import validation_batches
+from pithtrain.data import Batch, validation_batches
 from pithtrain.metrics import read_metrics
 from pithtrain.optim import LearningRate
 from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.transport import Transport
 from pithtrain.parallel.world import run_world
-from pithtrain.step import build, evaluate
+from pithtrain.step import Trainee, build, evaluate
 from pithtrain.train import dry_run, main
 from pithtrain.train.checkpoints import Checkpoints
 from pithtrain.train.loop import make_optimizer
-from pithtrain.train.plan import bytes_per_rank, make_plan, resolved_toml
+from pithtrain.train.plan import Plan, bytes_per_rank, make_plan, resolved_toml
 from pithtrain.train.watch import COMPLETE, FAILED, HUNG, NONFINITE, REFUSED, STOPPED, Status
 from tests.runs import (
     PRELOAD,
@@ -249,18 +250,37 @@ def test_validation_is_the_mean_over_all_held_out_samples(run: Path) -> None:
     assert ending.validation_loss == pytest.approx(run_world(1, _mean_of_samples, run, preload=PRELOAD)[0], rel=1e-5)
 
 
-def _mean_of_samples(run: Path) -> float:
+def _restored(run: Path) -> tuple[Plan, Trainee, int]:
+    """A run's newest model, and its position in the data."""
     plan = make_plan(load(run), str(run), 1)
+    trainee = build(plan.arch, make_mesh(), Transport(), 16, torch.device("cpu"))
+    optimizer = make_optimizer(plan.cfg, trainee.shard)
+    state, _ = Checkpoints(plan, trainee.shard, optimizer, ONE_RANK, print).restore()
+    return plan, trainee, state.data_position
+
+
+def _mean_of_samples(run: Path) -> float:
+    plan, trainee, _ = _restored(run)
     assert plan.validation is not None
     samples = plan.validation.num_samples(16)
     assert samples % 8, "no batch would be padded"
-    trainee = build(plan.arch, make_mesh(), Transport(), 16, torch.device("cpu"))
-    optimizer = make_optimizer(plan.cfg, trainee.shard)
-    ranks = type("One", (), {"rank": 0, "world": 1, "agree": staticmethod(lambda ok: ok)})()
-    Checkpoints(plan, trainee.shard, optimizer, ranks, print).restore()
     losses = [evaluate(trainee, [batch]) for batch in validation_batches(plan.validation, 16, 1)]
     assert len(losses) == samples
     return sum(losses) / samples
+
+
+def test_another_batch_size_goes_on_at_the_same_sample(run: Path) -> None:
+    run_ranks(1, run, "train.steps=5")
+    expected = run_world(1, _loss_of_next_four, run, preload=PRELOAD)[0]
+    run_ranks(2, run, "train.steps=6", "batch.global_batch_size=4")
+    assert steps(run.parent / "out")[5]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def _loss_of_next_four(run: Path) -> float:
+    plan, trainee, position = _restored(run)
+    assert position == 40
+    tokens, labels = plan.train.global_batch(position, 4, 16)
+    return evaluate(trainee, [Batch(tokens, labels)])
 
 
 def test_metrics_have_every_field(run: Path) -> None:

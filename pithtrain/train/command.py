@@ -125,7 +125,7 @@ def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
 
 def _last_words(plan: Plan, ending: Ending) -> str:
     """What the run left and how to go on, for its user."""
-    folder = plan.cfg.run.folder
+    folder, pith = _shown(plan.cfg.run.folder), _shown(Path(sys.executable).with_name("pith"))
     lines = [f"step {ending.step}: {ending.reason}"]
     if ending.validation_loss is not None:
         lines.append(f"loss on held-out data: {ending.validation_loss:.4f} nats a token")
@@ -139,9 +139,15 @@ def _last_words(plan: Plan, ending: Ending) -> str:
     ]
     if ending.exit_code == COMPLETE:
         lines += [
-            f"  pith export {folder}/{CHECKPOINTS}/step-{ending.step:08d} OUT  the model alone",
-            f"  pith train {plan.source} --set train.steps={2 * ending.step}  train longer from here",
+            f"  {pith} export {folder}/{CHECKPOINTS}/step-{ending.step:08d} OUT  the model alone",
+            f"  {pith} train {plan.source} --set train.steps={2 * ending.step}  train longer from here",
         ]
     else:
-        lines.append(f"  pith train {plan.source}  goes on from the newest whole checkpoint")
+        lines.append(f"  {pith} train {plan.source}  goes on from the newest whole checkpoint")
     return "\n".join(lines)
+
+
+def _shown(path: Path) -> Path:
+    """A path as one would type it here."""
+    path = Path(os.path.normpath(path))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
