@@ -37,10 +37,7 @@ Choice = Learned | Balanced | Replayed
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """topk_weights [T, K] fp32; topk_expert_ids [T, K] int64; probs [T, E] fp32; logsumexp [T] fp32.
-
-    gap: 0-d, the smallest distance over tokens between the last expert chosen and the best one left out (no gradient).
-    """
+    """topk_weights [T, K] fp32; topk_expert_ids [T, K] int64; probs [T, E] fp32; logsumexp [T] fp32."""
 
     topk_weights: Tensor
     topk_expert_ids: Tensor
@@ -95,3 +92,13 @@ class Router:
                 return (first[:, None] + torch.arange(self.top_k, device=probs.device)) % num_experts
             case Replayed(topk_expert_ids=ids):
                 return ids
+
+    def gap(self, probs: Tensor, choice: Choice) -> Tensor:
+        """0-d: the smallest distance over tokens, in what the choice is made by, between the last expert chosen and the
+        best one left out; inf where the choice is given. probs [T, E].
+        """
+        match choice:
+            case Learned(expert_bias=bias):
+                return topk_gap(probs if bias is None else probs + bias, self.top_k)
+            case Balanced() | Replayed():
+                return probs.new_full((), torch.inf)

@@ -13,7 +13,7 @@ from pithtrain.layers.attention import Attention
 from pithtrain.layers.experts.swiglu import SwiGLUExperts
 from pithtrain.layers.mlp import DenseMLP
 from pithtrain.layers.moe import LocalExperts, measure_load
-from pithtrain.layers.router import Choice, Router, topk_gap
+from pithtrain.layers.router import Choice, Router
 from pithtrain.models.architecture import Architecture
 from pithtrain.ops.embedding import embedding
 from pithtrain.ops.linear import Compute
@@ -69,7 +69,7 @@ class SparseLayer:
         x = rms_norm(residual, self.mlp_norm, self.eps).view(-1, hidden)
         routing = self.router(x, length, choice, compute)
         load = measure_load(routing, batch, padding)
-        gap = topk_gap(routing.probs.detach(), self.router.top_k)
+        gap = self.router.gap(routing.probs.detach(), choice)
         weights, ids = routing.topk_weights, routing.topk_expert_ids
         return residual, x, weights, ids, load.prob_sum, load.z_sum, load.num_tokens_per_expert, gap
 

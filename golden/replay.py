@@ -1,0 +1,143 @@
+"""Runs a case on a mesh and records its trace, through the production step. No file, no clock, no command line.
+
+Every rank of a world calls `replay` with the same arguments; all return the same trace.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from golden.cases import Case, Layout
+from golden.trace import Products, Step, Trace
+from pithtrain import step
+from pithtrain.data import Batch, SyntheticDataset
+from pithtrain.ops.host import read_floats, read_ints
+from pithtrain.optim import SGD, AdamW, Optimizer
+from pithtrain.parallel.mesh import Mesh, make_mesh
+from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.transport import AllReduce, Transport
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products and their FLOPs, 2 x rows x inner x columns each, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = PRODUCTS.get(func.overloadpacket.__name__)
+        if operands is not None:
+            left, right = (args[index] for index in operands)
+            self.calls += 1
+            self.flops += 2 * left.numel() * right.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1)}  # operator -> its two operands
+
+
+def make_optimizer(case: Case, shard: Shard) -> Optimizer:
+    spec = case.optimizer
+    match spec.kind:
+        case "adamw":
+            return AdamW.create(shard, spec.beta1, spec.beta2, spec.eps, spec.weight_decay)
+        case "sgd":
+            return SGD(shard, spec.weight_decay)
+
+
+def make_dataset(case: Case) -> SyntheticDataset:
+    return SyntheticDataset(case.arch.vocab_size, case.seed, ignore_labels=case.ignore_labels)
+
+
+def batches(case: Case, dataset: SyntheticDataset, layout: Layout, mesh: Mesh, index: int) -> list[Batch]:
+    """This rank's micro-batches of step `index`."""
+    size, n = case.global_batch_size, layout.num_microbatches
+    return [
+        dataset.microbatch(index * size, size, n, i, mesh.data_rank, mesh.data_ranks, case.sequence_length)
+        for i in range(n)
+    ]
+
+
+def replay(case: Case, layout: Layout, num_steps: int) -> Trace:
+    """The trace of the case's first `num_steps` steps on the layout's mesh."""
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode("error")
+    mesh, transport = make_mesh(dp=layout.dp, ep=layout.ep), Transport()
+    trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"))
+    trainee.shard.initialise(case.seed)
+    optimizer, dataset = make_optimizer(case, trainee.shard), make_dataset(case)
+    bias = torch.zeros(trainee.num_sparse_layers, case.arch.num_experts) if case.bias_rate else None
+    steps, gaps, updates, counter = list[Step](), list[float](), 0, CountProducts()
+    collectives: dict[str, tuple[int, int]] = {}
+    for index in range(num_steps):
+        parts = batches(case, dataset, layout, mesh, index)
+        if index == 0:
+            with counter:
+                update = take(case, trainee, optimizer, parts, index, updates, bias)
+            collectives = sum_of_records(transport, mesh)
+        else:
+            update = take(case, trainee, optimizer, parts, index, updates, bias)
+        bias = update.expert_bias
+        updates += update.applied
+        gaps.append(update.gradients.gap)
+        steps.append(record(case, index, update))
+    products = Products(counter.calls, counter.flops)
+    return Trace(case.name, case.fingerprint(), tuple(steps), products, collectives, min(gaps))
+
+
+def take(
+    case: Case,
+    trainee: step.Trainee,
+    optimizer: Optimizer,
+    parts: list[Batch],
+    index: int,
+    updates: int,
+    bias: torch.Tensor | None,
+) -> step.Update:
+    """One production step of the case."""
+    return step.train_step(
+        trainee,
+        optimizer,
+        parts,
+        case.objective,
+        lr=case.optimizer.rate.at(index),
+        updates=updates,
+        clip_norm=case.optimizer.clip_norm,
+        expert_bias=bias,
+        bias_rate=case.bias_rate,
+    )
+
+
+def record(case: Case, index: int, update: step.Update) -> Step:
+    result = update.gradients
+    return Step(
+        loss=result.loss,
+        balance_loss=result.balance_loss,
+        z_loss=result.z_loss,
+        grad_norm=result.norm,
+        grad_norms=step.rooms(result.square_norms),
+        learning_rate=case.optimizer.rate.at(index),
+        num_tokens_per_expert=[read_ints(layer) for layer in result.num_tokens_per_expert],
+        expert_bias=None if update.expert_bias is None else [read_floats(layer) for layer in update.expert_bias],
+    )
+
+
+def sum_of_records(transport: Transport, mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """Calls and bytes by kind and axis, all ranks together, of what the transport has carried so far."""
+    mine: dict[str, tuple[int, int]] = {}
+    for entry in transport.records:
+        calls, size = mine.get(f"{entry.kind} {entry.axis}", (0, 0))
+        mine[f"{entry.kind} {entry.axis}"] = (calls + 1, size + entry.bytes)
+    totals = {}
+    for key in sorted(mine):  # every rank takes part in the same kinds
+        (summed,) = transport.run(AllReduce(torch.tensor(mine[key]), mesh.world))
+        calls, size = read_ints(summed)
+        totals[key] = (calls, size)
+    return totals
+
+
+def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int) -> list[Trace]:
+    """Several replays in one world, whose size all their layouts have."""
+    return [replay(case, layout, num_steps) for case, layout in jobs]
