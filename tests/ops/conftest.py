@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(3).isnan().all(), "torch no longer fills uninitialised memory in deterministic mode"
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
