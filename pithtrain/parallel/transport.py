@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.parallel.mesh import Axis, AxisName
 
-Kind = Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather", "barrier"]
+# torch 2.13 renames these two and warns of the old names; 2.11 has the old names only
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+Kind = Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"]
 Pending = Callable[[], tuple[Tensor, ...]]
 
 
@@ -91,7 +94,7 @@ class Transport:
             return tensor
         self._record("reduce_scatter", axis, tensor)
         part = tensor.new_empty(tensor.shape[0] // axis.size)
-        dist.reduce_scatter_tensor(part, tensor, group=axis.group)
+        _reduce_scatter(part, tensor, group=axis.group)
         return part
 
     def all_gather_into(self, tensor: Tensor, part: Tensor, axis: Axis) -> None:
@@ -99,15 +102,7 @@ class Transport:
         if axis.size == 1:
             return
         self._record("all_gather", axis, part)
-        dist.all_gather_into_tensor(tensor, part, group=axis.group)
-
-    def barrier(self, axis: Axis) -> None:
-        """Returns when every rank of the axis has come here."""
-        if axis.size == 1:
-            return
-        token = torch.zeros(1, dtype=torch.int32)
-        self._record("barrier", axis, token)
-        dist.all_reduce(token, group=axis.group)
+        _all_gather(tensor, part, group=axis.group)
 
     def _record(self, kind: Kind, axis: Axis, tensor: Tensor) -> None:
         self.records.append(Record(kind, axis.name, tensor.numel() * tensor.element_size()))
