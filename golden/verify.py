@@ -10,7 +10,7 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -51,44 +51,6 @@ class Verdict:
         return "could not check" if self.error else "differs" if self.differences else "same"
 
 
-def run(
-    cases: list[str],
-    json: bool = False,
-    update: bool = False,
-    reason: str | None = None,
-    folder: Path = trace.FOLDER,
-) -> int:
-    """Checks (or, with `update`, rewrites) the named cases' traces, all when none is named; prints what it found.
-
-    Returns 0 when all agree, 1 on a difference, 2 when something could not be checked and nothing differs.
-    """
-    start, console = time.perf_counter(), Console(highlight=False)
-    try:
-        chosen = select(cases)
-        if update and not (reason or "").strip():
-            raise ValueError('--update needs a reason, kept in the traces; add --reason "..."')
-        replayed = replay_all(chosen)
-        verdicts = [verdict for case in chosen for verdict in judge(case, replayed, None if update else folder)]
-        code = exit_code(verdicts)
-        written = write(chosen, replayed, str(reason), folder) if update and code == AGREE else []
-    except (ValueError, OSError) as error:
-        console.print(f"pith verify: {error}", style="red", markup=False, soft_wrap=True)
-        return COULD_NOT_CHECK
-    except Exception:  # noqa: BLE001 - whatever went wrong, nothing was checked, and exit code 1 would say otherwise
-        console.print(traceback.format_exc(), style="red", markup=False, soft_wrap=True)
-        return COULD_NOT_CHECK
-    seconds = time.perf_counter() - start
-    if json:
-        print(jsonlib.dumps(as_json(verdicts, code, seconds), indent=1, allow_nan=False))
-    else:
-        show(console, verdicts, seconds)
-        for path in written:
-            console.print(f"wrote {path}", markup=False)
-        if update and code != AGREE:
-            console.print("Nothing was written: every layout must agree with one rank first.", style="red")
-    return code
-
-
 def exit_code(verdicts: Sequence[Verdict]) -> int:
     if any(verdict.differences for verdict in verdicts):
         return DIFFER
@@ -126,6 +88,45 @@ def replay_world(items: list[Item], num_steps: int) -> Replayed:
     except WorldError as error:
         return dict.fromkeys(items, str(error))
     return dict(zip(items, traces, strict=True))
+
+
+def run(
+    cases: list[str],
+    json: bool = False,
+    update: bool = False,
+    reason: str | None = None,
+    folder: Path = trace.FOLDER,
+    replay: Callable[[Sequence[Case]], Replayed] = replay_all,
+) -> int:
+    """Checks (or, with `update`, rewrites) the named cases' traces, all when none is named; prints what it found.
+
+    Returns 0 when all agree, 1 on a difference, 2 when something could not be checked and nothing differs.
+    """
+    start, console = time.perf_counter(), Console(highlight=False)
+    try:
+        chosen = select(cases)
+        if update and not (reason or "").strip():
+            raise ValueError('--update needs a reason, kept in the traces; add --reason "..."')
+        replayed = replay(chosen)
+        verdicts = [verdict for case in chosen for verdict in judge(case, replayed, None if update else folder)]
+        code = exit_code(verdicts)
+        written = write(chosen, replayed, str(reason), folder) if update and code == AGREE else []
+    except (ValueError, OSError) as error:
+        console.print(f"pith verify: {error}", style="red", markup=False, soft_wrap=True)
+        return COULD_NOT_CHECK
+    except Exception:  # noqa: BLE001 - whatever went wrong, nothing was checked, and exit code 1 would say otherwise
+        console.print(traceback.format_exc(), style="red", markup=False, soft_wrap=True)
+        return COULD_NOT_CHECK
+    seconds = time.perf_counter() - start
+    if json:
+        print(jsonlib.dumps(as_json(verdicts, code, seconds), indent=1, allow_nan=False))
+    else:
+        show(console, verdicts, seconds)
+        for path in written:
+            console.print(f"wrote {path}", markup=False)
+        if update and code != AGREE:
+            console.print("Nothing was written: every layout must agree with one rank first.", style="red")
+    return code
 
 
 def judge(case: Case, replayed: Replayed, folder: Path | None) -> Iterator[Verdict]:

@@ -1,0 +1,53 @@
+"""The golden traces, replayed on one rank and on every layout, as snapshots."""
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from golden.cases import CASES, Case, Layout
+from golden.compare import compare_costs
+from golden.trace import Trace, read
+from golden.verify import Replayed, replay_all
+from tests.golden.extension import FirstStepsExtension, TraceExtension
+
+LAYOUTS = [pytest.param(case, layout, id=f"{case.name}, {layout}") for case in CASES for layout in case.layouts]
+
+
+@pytest.fixture(scope="module")
+def replayed() -> Replayed:
+    return replay_all(CASES)
+
+
+def trace_of(replayed: Replayed, case: Case, layout: Layout) -> Trace:
+    trace = replayed[case, layout]
+    assert isinstance(trace, Trace), trace
+    return trace
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_rank_is_the_golden_trace(replayed: Replayed, case: Case, snapshot: SnapshotAssertion) -> None:
+    trace = trace_of(replayed, case, case.one_rank)
+    assert trace == snapshot(name=case.name, extension_class=TraceExtension)
+    golden = read(case.name)
+    assert not compare_costs(golden, str(case.one_rank), trace, one_rank=True)
+    assert golden.trace.smallest_gap > 5e-6, "a choice of experts is so close that another machine may make another one"
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
+def test_meshes_follow_the_one_rank_trace(
+    replayed: Replayed, case: Case, layout: Layout, snapshot: SnapshotAssertion
+) -> None:
+    trace = trace_of(replayed, case, layout)
+    assert trace == snapshot(name=case.name, extension_class=FirstStepsExtension)
+    assert not compare_costs(read(case.name), str(layout), trace, one_rank=False)
+
+
+def test_the_cases_cover_what_they_should() -> None:
+    layouts = {(layout.ep, layout.dp) for case in CASES for layout in case.layouts}
+    assert layouts >= {(2, 1), (1, 2), (2, 2), (4, 1), (1, 1)}
+    counts = {layout.num_microbatches for case in CASES for layout in (case.one_rank, *case.layouts)}
+    assert counts == {1, 2, 4}
+    assert {case.objective.balance for case in CASES} == {"none", "sequence", "micro_batch", "global_batch"}
+    assert {case.optimizer.rate.kind for case in CASES} == {"wsd", "cosine", "constant"}
+    assert {case.optimizer.kind for case in CASES} == {"adamw", "sgd"}
+    assert all(case.steps == 50 for case in CASES)
+    assert any(case.bias_rate for case in CASES) and any(case.objective.z_coef for case in CASES)
