@@ -188,3 +188,13 @@ def test_gap_is_the_smallest_distance_to_the_best_left_out() -> None:
     assert topk_gap(scores, 1).item() == pytest.approx(0.2)
     assert topk_gap(scores, 2).item() == pytest.approx(0.025)
     assert topk_gap(scores, 3).item() == float("inf")
+
+
+def test_gap_is_that_of_the_scores_that_choose() -> None:
+    """With a bias, of the biased scores; without a choice to make, infinite."""
+    router, probs = new_router(3, 1), torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]])
+    bias = torch.tensor([0.0, 0.25, 0.0])
+    assert router.gap(probs, Learned()).item() == pytest.approx(0.2)
+    assert router.gap(probs, Learned(bias)).item() == pytest.approx(0.05)
+    assert router.gap(probs, Balanced()).item() == float("inf")
+    assert router.gap(probs, Replayed(torch.zeros(2, 1, dtype=torch.int64))).item() == float("inf")
