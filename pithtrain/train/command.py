@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from pithtrain.config import ConfigError, RunConfig, load, smallest_world
 from pithtrain.data import bigram_entropy
 from pithtrain.train.checkpoints import CHECKPOINTS
 from pithtrain.train.loop import Ending, train
-from pithtrain.train.plan import Plan, dry_run, make_plan, write_resolved
+from pithtrain.train.plan import RESOLVED, Plan, dry_run, make_plan, write_resolved
 from pithtrain.train.watch import COMPLETE, FAILED, REFUSED, Status, Watch
 
 
@@ -126,6 +127,9 @@ def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
 def _last_words(plan: Plan, ending: Ending) -> str:
     """What the run left and how to go on, for its user."""
     folder, pith = _shown(plan.cfg.run.folder), _shown(Path(sys.executable).with_name("pith"))
+    again = f"{pith} train {folder}/{RESOLVED} --nproc {prod(plan.shape)}"
+    if plan.cfg.checkpoint.resume != "latest":
+        again += " --set checkpoint.resume=latest"
     lines = [f"step {ending.step}: {ending.reason}"]
     if ending.validation_loss is not None:
         lines.append(f"loss on held-out data: {ending.validation_loss:.4f} nats a token")
@@ -134,16 +138,16 @@ def _last_words(plan: Plan, ending: Ending) -> str:
     lines += [
         f"run folder: {folder}",
         f"  {CHECKPOINTS}/step-{ending.step:08d}  the model as a Hugging Face folder, and all a resume needs",
-        "  metrics.jsonl  every step     config.resolved.toml  the whole run file     status.json  how it ended",
+        f"  metrics.jsonl  every step     {RESOLVED}  the whole run file     status.json  how it ended",
         "what next:",
     ]
     if ending.exit_code == COMPLETE:
         lines += [
             f"  {pith} export {folder}/{CHECKPOINTS}/step-{ending.step:08d} OUT  the model alone",
-            f"  {pith} train {plan.source} --set train.steps={2 * ending.step}  train longer from here",
+            f"  {again} --set train.steps={2 * ending.step}  train longer from here",
         ]
     else:
-        lines.append(f"  {pith} train {plan.source}  goes on from the newest whole checkpoint")
+        lines.append(f"  {again}  goes on from the newest whole checkpoint")
     return "\n".join(lines)
 
 

@@ -29,6 +29,8 @@ from pithtrain.parallel.transport import Transport
 
 T = TypeVar("T")
 
+RESOLVED = "config.resolved.toml"
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -116,5 +118,5 @@ def bytes_per_rank(plan: Plan) -> dict[str, int]:
 def write_resolved(plan: Plan) -> None:
     """The resolved run file, in the run folder."""
     plan.cfg.run.folder.mkdir(parents=True, exist_ok=True)
-    path: Path = plan.cfg.run.folder / "config.resolved.toml"
+    path: Path = plan.cfg.run.folder / RESOLVED
     path.write_text(f"# fingerprint {plan.fingerprint}\n{resolved_toml(plan.cfg)}", encoding="utf-8")
