@@ -20,11 +20,15 @@ LAYOUT_STEPS = 8  # of a trace that layouts are compared with
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh dp x ep, and n, the number of micro-batches."""
+    """A mesh dp x ep, and n, the number of micro-batches.
+
+    resumes_after: steps after which the run is saved and goes on from its checkpoint in a new model; 0 for never.
+    """
 
     dp: int = 1
     ep: int = 1
     num_microbatches: int = 1
+    resumes_after: int = 0
 
     @property
     def world_size(self) -> int:
@@ -36,7 +40,8 @@ class Layout:
         return " x ".join(sizes) or "1 rank"
 
     def __str__(self) -> str:
-        return f"{self.mesh}, n={self.num_microbatches}"
+        resumed = f", resumed at {self.resumes_after}" if self.resumes_after else ""
+        return f"{self.mesh}, n={self.num_microbatches}{resumed}"
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,14 @@ CASES = (
         arch=TINY,
         objective=Objective("global_batch", 0.01),
         optimizer=OptimizerSpec("adamw", LearningRate("wsd", 3e-3, STEPS, decay_steps=10, min_lr_ratio=0.1)),
-        layouts=(Layout(ep=4, num_microbatches=2), Layout(dp=2, num_microbatches=2)),
+        layouts=(
+            Layout(ep=4, num_microbatches=2),
+            Layout(dp=2, num_microbatches=2),
+            Layout(dp=2, ep=2, num_microbatches=2, resumes_after=4),
+        ),
         bias_rate=0.002,
         num_microbatches=2,
-        seed=25,
+        seed=19,
     ),
     Case(
         name="dense-tied-sgd",
