@@ -147,6 +147,16 @@ def test_sigterm_saves_and_resumes(run: Path) -> None:
     assert ranks[1].output.read_text() == ""
 
 
+def test_a_save_that_fails_is_told_and_the_run_goes_on_to_fail_at_its_end(run: Path) -> None:
+    (run.parent / "out").mkdir()
+    (run.parent / "out/checkpoints").write_text("not a folder")
+    (rank,) = start_ranks(1, run, "checkpoint.interval=5")
+    assert rank.wait(60) == FAILED, rank.output.read_text()
+    assert [record["step"] for record in steps(run.parent / "out")] == list(range(1, 11))
+    assert rank.output.read_text().count("was not saved in") >= 2
+    assert "the last checkpoint was not saved: step-00000010" in status(run.parent / "out")["reason"]
+
+
 # --- non-finite steps
 
 
