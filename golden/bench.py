@@ -73,7 +73,7 @@ def theirs(trainee: step.Trainee) -> Contestant:
     config._experts_implementation = "grouped_mm"
     model = Qwen3MoeForCausalLM(config)
     model.load_state_dict(_their_state(trainee, family))
-    decays = {True: [], False: []}
+    decays: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         decays[parameter.ndim > 1].append(parameter)
     groups = [{"params": decays[True], "weight_decay": WEIGHT_DECAY}, {"params": decays[False], "weight_decay": 0.0}]

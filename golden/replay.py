@@ -1,8 +1,9 @@
-"""Runs a case on a mesh and records its trace, through the production step. No file, no clock, no command line.
+"""Runs a case on a mesh and records its trace, through the production step. Files only where a layout resumes.
 
 Every rank of a world calls `replay` with the same arguments; all return the same trace.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from golden.cases import Case, Layout
 from golden.trace import Products, Step, Trace
 from pithtrain import step
+from pithtrain.checkpoint import Ranks, Saver, TrainState, load
 from pithtrain.data import Batch, SyntheticDataset
+from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.ops.host import read_floats, read_ints
 from pithtrain.optim import SGD, AdamW, Optimizer
 from pithtrain.parallel.mesh import Mesh, make_mesh
 from pithtrain.parallel.shard import Shard
 from pithtrain.parallel.transport import AllReduce, Transport
+from pithtrain.train.checkpoints import ShardState
 
 
 class CountProducts(TorchDispatchMode):
@@ -60,18 +64,26 @@ def batches(case: Case, dataset: SyntheticDataset, layout: Layout, mesh: Mesh, i
     ]
 
 
-def replay(case: Case, layout: Layout, num_steps: int) -> Trace:
-    """The trace of the case's first `num_steps` steps on the layout's mesh."""
+def make_trainee(case: Case, mesh: Mesh, transport: Transport) -> tuple[step.Trainee, Optimizer]:
+    """A model of the case, values zero, and its optimizer."""
+    trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"))
+    return trainee, make_optimizer(case, trainee.shard)
+
+
+def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
+    """The trace of the case's first `num_steps` steps on the layout's mesh. folder: for its checkpoint, if any."""
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")
     mesh, transport = make_mesh(dp=layout.dp, ep=layout.ep), Transport()
-    trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"))
+    trainee, optimizer = make_trainee(case, mesh, transport)
     trainee.shard.initialise(case.seed)
-    optimizer, dataset = make_optimizer(case, trainee.shard), make_dataset(case)
+    dataset = make_dataset(case)
     bias = torch.zeros(trainee.num_sparse_layers, case.arch.num_experts) if case.bias_rate else None
     steps, gaps, updates, counter = list[Step](), list[float](), 0, CountProducts()
     collectives: dict[str, tuple[int, int]] = {}
     for index in range(num_steps):
+        if index and index == layout.resumes_after:
+            trainee, optimizer, bias = through_checkpoint(case, trainee, optimizer, updates, bias, folder / str(layout))
         parts = batches(case, dataset, layout, mesh, index)
         if index == 0:
             with counter:
@@ -85,6 +97,30 @@ def replay(case: Case, layout: Layout, num_steps: int) -> Trace:
         steps.append(record(case, index, update))
     products = Products(counter.calls, counter.flops)
     return Trace(case.name, case.fingerprint(), tuple(steps), products, collectives, min(gaps))
+
+
+def through_checkpoint(
+    case: Case, trainee: step.Trainee, optimizer: Optimizer, updates: int, bias: torch.Tensor | None, folder: Path
+) -> tuple[step.Trainee, Optimizer, torch.Tensor | None]:
+    """Saves the run and loads it into a new model, as the trainer does."""
+    mesh, transport = trainee.mesh, trainee.transport
+
+    def agree(ok: bool) -> bool:
+        (refusals,) = transport.run(AllReduce(torch.tensor([int(not ok)]), mesh.world))
+        return read_ints(refusals) == [0]
+
+    ranks, family = Ranks(mesh.rank, mesh.world_size, agree), Qwen3MoE.of(case.arch)
+    moments = tuple(optimizer.state())
+    layers = [f"layers.{index}" for index, sparse in enumerate(case.arch.sparse_layers) if sparse]
+    biases = {} if bias is None else dict(zip(layers, bias, strict=True))
+    saver = Saver(folder, ranks, keep=1, background=True, moments=moments)
+    saver.save(ShardState(trainee.shard, optimizer), family, TrainState(updates, updates, 0, 0), biases)
+    path = saver.wait()
+    assert path is not None, "the checkpoint was not published"
+    trainee, optimizer = make_trainee(case, mesh, transport)
+    _, loaded = load(path, ShardState(trainee.shard, optimizer), family, ranks, moments=moments)
+    trainee.shard.gather()
+    return trainee, optimizer, None if bias is None else torch.stack([loaded[layer] for layer in layers])
 
 
 def take(
@@ -138,6 +174,6 @@ def sum_of_records(transport: Transport, mesh: Mesh) -> dict[str, tuple[int, int
     return totals
 
 
-def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int) -> list[Trace]:
-    """Several replays in one world, whose size all their layouts have."""
-    return [replay(case, layout, num_steps) for case, layout in jobs]
+def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int, folder: Path) -> list[Trace]:
+    """Several replays in one world, whose size all their layouts have. folder: for their checkpoints."""
+    return [replay(case, layout, num_steps, folder / case.name) for case, layout in jobs]

@@ -8,6 +8,7 @@ first step cost (collectives, matrix products) is compared with the file.
 import json as jsonlib
 import os
 import platform
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -81,12 +82,12 @@ def replay_all(cases: Sequence[Case]) -> Replayed:
 def replay_world(items: list[Item], num_steps: int) -> Replayed:
     """Replays items in one world; the rank that ended it is named where it failed."""
     size = items[0][1].world_size
-    try:
-        traces = run_world(
-            size, replay_layouts, tuple(items), num_steps, seconds=WORLD_SECONDS, preload=["golden.replay"]
-        )[0]
-    except WorldError as error:
-        return dict.fromkeys(items, str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        job = (tuple(items), num_steps, Path(folder))
+        try:
+            traces = run_world(size, replay_layouts, *job, seconds=WORLD_SECONDS, preload=["golden.replay"])[0]
+        except WorldError as error:
+            return dict.fromkeys(items, str(error))
     return dict(zip(items, traces, strict=True))
 
 
