@@ -20,18 +20,6 @@ Choices:
 
 from pithtrain.checkpoint.load import export, import_weights, latest, load
 from pithtrain.checkpoint.save import SaveFailed, Saver
-from pithtrain.checkpoint.state import ONE_RANK, Family, ModelState, Ranks, TrainState
+from pithtrain.checkpoint.state import ONE_RANK, Ranks, TrainState
 
-__all__ = [
-    "ONE_RANK",
-    "Family",
-    "ModelState",
-    "Ranks",
-    "SaveFailed",
-    "Saver",
-    "TrainState",
-    "export",
-    "import_weights",
-    "latest",
-    "load",
-]
+__all__ = ["ONE_RANK", "Ranks", "SaveFailed", "Saver", "TrainState", "export", "import_weights", "latest", "load"]

@@ -5,13 +5,9 @@ import json
 import math
 import os
 import re
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from pithtrain.checkpoint.state import Ranks
 
@@ -22,9 +18,7 @@ MANIFEST = "pith/manifest.json"
 FORMAT = "pith checkpoint 1"
 
 # "step-00000050.old" is a checkpoint set aside while another of the same step takes its name
-_STEP = re.compile(r"step-(\d{8,})(\.old)?")
-
-Buffer = bytes | memoryview
+_STEP = re.compile(r"step-\d{8,}(\.old)?")
 
 
 class Record(NamedTuple):
@@ -36,11 +30,8 @@ class Record(NamedTuple):
 
 def step_folders(folder: Path) -> list[Path]:
     """Published checkpoints under `folder`, the newest step first, whole or not."""
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    found.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
-    return [path for _, path in found]
+    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (int(path.stem[5:]), path.suffix == ""), reverse=True)
 
 
 def stem_of(kind: str) -> str:
@@ -53,10 +44,7 @@ def index_name(kind: str) -> str:
 
 
 def plan_files(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[str]]:
-    """Tensor names per file: in order, a new file when the next fp32 tensor would pass `max_bytes`.
-
-    A tensor is never cut, so one larger than `max_bytes` has a file of its own.
-    """
+    """Tensor names per file: in order, a new file when the next fp32 tensor, never cut, would pass `max_bytes`."""
     files: list[list[str]] = []
     room = 0
     for name, shape in shapes.items():
@@ -69,50 +57,14 @@ def plan_files(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[li
     return files
 
 
-def file_names(kind: str, count: int) -> list[str]:
-    """Names of a kind's files, relative to the checkpoint, numbered from 1 as the field does."""
-    return [f"{stem_of(kind)}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def index_json(kind: str, files: Sequence[Sequence[str]], total_size: int) -> bytes:
-    """The index that says which of a kind's files holds each tensor; file names are relative to the index."""
-    names = [Path(name).name for name in file_names(kind, len(files))]
-    weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-    return json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=1).encode()
-
-
-def encode_safetensors(tensors: Mapping[str, Tensor]) -> list[Buffer]:
-    """A safetensors file of contiguous fp32 CPU tensors, as buffers that share the tensors' memory.
-
-    Format: 8 bytes header length, little endian; a JSON header padded with spaces to 8 bytes; the data
-    without gaps (github.com/huggingface/safetensors, "Format").
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous(), name
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    return [struct.pack("<Q", len(head)), head, *(_bytes_of(tensor) for tensor in tensors.values())]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def write_file(path: Path, buffers: Iterable[Buffer]) -> Record:
+def write_file(path: Path, content: bytes) -> Record:
     """Write a new file through to the disk. Raises OSError, also when the file is already there."""
-    digest = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb") as file:
-        for buffer in buffers:
-            file.write(buffer)
-            digest.update(buffer)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        return Record(file.tell(), digest.hexdigest())
+    return Record(len(content), hashlib.sha256(content).hexdigest())
 
 
 def sync_folder(path: Path) -> None:
@@ -151,53 +103,36 @@ def read_manifest(checkpoint: Path) -> dict[str, Record]:
     return records
 
 
-def size_problem(checkpoint: Path, name: str, record: Record) -> str | None:
-    """What is wrong with a file by its size alone, or None."""
-    path = checkpoint / name
-    if not path.is_file():
-        return f"{path} is missing"
-    size = path.stat().st_size
-    return None if size == record.size else f"{path} has {size} bytes, expected {record.size}"
-
-
-def looks_whole(checkpoint: Path) -> bool:
-    """Whether every file is there at its size; checksums are not read."""
+def _problem(path: Path, record: Record, read: bool) -> str | None:
+    """What is wrong with a file by its size and, with `read`, its checksum."""
     try:
-        return not any(size_problem(checkpoint, *item) for item in read_manifest(checkpoint).items())
-    except (ValueError, OSError):
-        return False
-
-
-def _file_problem(checkpoint: Path, name: str, record: Record, read: bool) -> str | None:
-    try:
-        problem = size_problem(checkpoint, name, record)
-        if problem or not read:
-            return problem
-        with open(checkpoint / name, "rb") as file:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"{path} has {size} bytes, expected {record.size}"
+        if not read:
+            return None
+        with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return f"{path} is missing"
     except OSError as error:
-        return f"{checkpoint / name} cannot be read: {error}"
-    return None if digest == record.sha256 else f"{checkpoint / name} has sha256 {digest}, expected {record.sha256}"
+        return f"{path} cannot be read: {error}"
+    return None if digest == record.sha256 else f"{path} has sha256 {digest}, expected {record.sha256}"
 
 
-def verify(checkpoint: Path, ranks: Ranks) -> list[str]:
-    """Collective. What is wrong with a checkpoint, file by file: the same files on every rank.
+def verify(checkpoint: Path, ranks: Ranks, *, checksums: bool = True) -> dict[str, Record]:
+    """Collective. The manifest's records, or ValueError naming the same files on every rank if any is not as recorded.
 
     Sizes are compared by every rank; each file is read and summed by one.
     """
-    records: dict[str, Record] = {}
-    reason = ""
-    try:
-        records = read_manifest(checkpoint)
-    except (ValueError, OSError) as error:
-        reason = str(error)
-    if not ranks.agree(not reason):
-        return [reason or f"{checkpoint / MANIFEST} cannot be read by another rank"]
-    found: dict[str, str] = {}
-    for i, (name, record) in enumerate(records.items()):
-        if problem := _file_problem(checkpoint, name, record, read=i % ranks.world == ranks.rank):
-            found[name] = problem
-    if ranks.agree(not found):
-        return []
-    bad = [name for name in records if not ranks.agree(name not in found)]
-    return [found.get(name, f"{checkpoint / name} differs from {MANIFEST}") for name in bad]
+    records = ranks.together(checkpoint / MANIFEST, lambda: read_manifest(checkpoint))
+    found = {
+        name: _problem(checkpoint / name, record, read=checksums and i % ranks.world == ranks.rank)
+        for i, (name, record) in enumerate(records.items())
+    }
+    bad = [name for name, problem in found.items() if not ranks.agree(problem is None)]
+    if not bad:
+        return records
+    problems = [found[name] or f"{checkpoint / name} differs from {MANIFEST}" for name in bad[:3]]
+    problems += [f"and {len(bad) - 3} more files"] if len(bad) > 3 else []
+    raise ValueError(f'{"; ".join(problems)}; choose another checkpoint, as resume = "latest" does')

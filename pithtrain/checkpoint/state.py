@@ -4,9 +4,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
+
+from pithtrain.models.names import NameTable, Shape
+
+T = TypeVar("T")
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,30 +32,21 @@ class ModelState(Protocol):
         """The experts of `name` that this rank holds; None for a dense parameter."""
 
 
-class Names(Protocol):
-    """A family's tensor names. `experts` None means the whole parameter, all experts if it has any."""
-
-    def to_family(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """A whole parameter of ours as the family's tensors."""
-
-    def family_names(self, name: str, experts: range | None = None) -> list[tuple[str, tuple[int, ...]]]:
-        """The family's tensors, with their shapes, that make up (these experts of) our parameter."""
-
-    def from_family(self, name: str, experts: range | None, read: Callable[[str], Tensor]) -> Tensor:
-        """(These experts of) our parameter, built from the family's tensors."""
-
-
 class Family(Protocol):
     """A model of a family: its names, and its config.json."""
 
     @property
-    def names(self) -> Names: ...
+    def names(self) -> NameTable: ...
 
-    def config_json(self) -> dict[str, Any]:
-        """The model's config.json."""
+    def config_json(self) -> dict[str, Any]: ...
 
     def respell(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Any config.json of the family as `config_json` would spell it. ValueError for what is not built."""
+
+
+def family_shapes(state: ModelState, family: Family) -> dict[str, Shape]:
+    """The family's tensors, by name in model order."""
+    return {theirs: shape for name in state.names() for theirs, shape in family.names.family_names(name)}
 
 
 @dataclass(frozen=True)
@@ -62,33 +57,34 @@ class Ranks:
     world: int
     agree: Callable[[bool], bool]
 
+    def together(self, path: Path, read: Callable[[], T]) -> T:
+        """Collective. What a local reading of `path` gives, or ValueError on every rank if it failed on any."""
+        error = None
+        try:
+            result = read()
+        except (ValueError, OSError) as problem:
+            error = problem
+        if self.agree(error is None):
+            return result
+        raise ValueError(str(error or f"{path}: another rank could not read it; see its message")) from error
+
 
 ONE_RANK = Ranks(0, 1, lambda ok: ok)
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """A run's state beside its tensors; all of it goes through JSON.
+    """A run's state beside its tensors; all of it goes through JSON."""
 
-    step                optimizer steps taken, skipped ones included
-    optimizer_steps     steps that changed the weights: AdamW's count for bias correction
-    data_position       next sample of the data order, counted over the whole run, independent of the mesh
-    tokens_seen         tokens trained on so far
-    nonfinite_in_a_row, nonfinite_total   skipped steps
-    config_fingerprint  of the run config that was training
-    mesh                axis name -> size, for the record: any mesh may load
-    random_streams      stream name -> its state as text
-    """
-
-    step: int
-    optimizer_steps: int
-    data_position: int
+    step: int  # optimizer steps taken, skipped ones included
+    optimizer_steps: int  # those that changed the weights: AdamW's count for bias correction
+    data_position: int  # next sample of the data order, counted over the whole run, independent of the mesh
     tokens_seen: int
-    nonfinite_in_a_row: int = 0
+    nonfinite_in_a_row: int = 0  # skipped steps
     nonfinite_total: int = 0
-    config_fingerprint: str = ""
-    mesh: dict[str, int] = field(default_factory=dict)
-    random_streams: dict[str, str] = field(default_factory=dict)
+    config_fingerprint: str = ""  # of the run config that was training
+    mesh: dict[str, int] = field(default_factory=dict)  # axis name -> size, for the record: any mesh may load
+    random_streams: dict[str, str] = field(default_factory=dict)  # stream name -> its state as text
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -98,10 +94,9 @@ class TrainState:
         """Raises ValueError when the file's keys are not exactly the fields above."""
         raw = json.loads(path.read_bytes())
         expected = {f.name for f in fields(cls)}
-        got = set(raw) if isinstance(raw, dict) else set()
-        if got != expected:
+        if raw.keys() != expected:
             raise ValueError(
-                f"{path}: keys that differ from this version's: {sorted(got ^ expected)}; "
+                f"{path}: keys that differ from this version's: {sorted(raw.keys() ^ expected)}; "
                 "load it with the version that wrote it, or start from its weights only"
             )
         return cls(**raw)

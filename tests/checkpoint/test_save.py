@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load
 
 from pithtrain.checkpoint import SaveFailed, Saver, folder, latest
-from pithtrain.checkpoint.folder import encode_safetensors, plan_files, verify
+from pithtrain.checkpoint.folder import plan_files, verify
 from pithtrain.checkpoint.state import ONE_RANK
 from tests.checkpoint.fakes import (
     MAX_FILE_BYTES,
@@ -43,13 +42,6 @@ def test_bytes_do_not_depend_on_the_mesh(tmp_path, size, ep):
     mesh = contents(save(tmp_path / "mesh", 5, size=size, ep=ep))
     assert len([name for name in alone if name.startswith("model-")]) > 4
     assert mesh == alone
-
-
-def test_tensor_data_starts_at_a_multiple_of_eight_bytes():
-    for name in ("a", "ab", "abc", "abcdefg"):
-        size, header, data = encode_safetensors({name: torch.arange(3.0)})
-        assert int.from_bytes(size, "little") == len(header) and len(header) % 8 == 0
-        assert torch.equal(load(b"".join([size, header, data]))[name], torch.arange(3.0))
 
 
 def test_every_mesh_loads_and_saves_again_the_same_bytes(tmp_path):
@@ -122,10 +114,10 @@ def test_nothing_is_published_before_every_rank_has_written(tmp_path):
 def test_poll_waits_for_the_slowest_rank_without_blocking(tmp_path, monkeypatch):
     go, whole_write = threading.Event(), folder.write_file
 
-    def slow(path, buffers):
+    def slow(path, content):
         if path.name == "written-00001.json":
             assert go.wait(60)
-        return whole_write(path, buffers)
+        return whole_write(path, content)
 
     monkeypatch.setattr(folder, "write_file", slow)
     world = World(2)
@@ -154,8 +146,6 @@ def test_keeps_the_newest_whole_ones(tmp_path):
     ]
     save(tmp_path, 5, keep=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005"]
-    with pytest.raises(ValueError, match="keep: got 0, expected at least 1"):
-        Saver(tmp_path, ONE_RANK, keep=0, background=False)
 
 
 def test_later_steps_of_an_abandoned_branch_are_not_pruned(tmp_path):
@@ -183,10 +173,10 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_spares_the_rest(tmp_p
     before = contents(earlier)
     whole_write = folder.write_file
 
-    def full(path, buffers):
+    def full(path, content):
         if path.name.startswith("exp_avg-00002"):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return whole_write(path, buffers)
+        return whole_write(path, content)
 
     monkeypatch.setattr(folder, "write_file", full)
     world = World(2)
@@ -200,7 +190,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_spares_the_rest(tmp_p
     assert sum("No space left on device" in message and "exp_avg-00002" in message for message in messages) == 1
     assert all("step-00000002 was not saved" in message for message in messages)
     assert sorted(p.name for p in tmp_path.iterdir()) == [earlier.name]
-    assert contents(earlier) == before and verify(earlier, ONE_RANK) == []
+    assert contents(earlier) == before and verify(earlier, ONE_RANK)
     monkeypatch.undo()
     assert loaded_differences(save(tmp_path, 2, size=2, ep=2)) == []
 
@@ -234,7 +224,7 @@ def test_a_failure_that_is_no_disk_error_is_not_published(tmp_path, monkeypatch)
         raise KeyError("a bug")
 
     monkeypatch.setattr(folder, "manifest_json", broken)
-    with pytest.raises(KeyError):
+    with pytest.raises(SaveFailed, match="KeyError: 'a bug'"):
         save(tmp_path, 1)
     assert latest(tmp_path)[0] is None
 
