@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
 import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from torch import Tensor
 
 from pithtrain.data import (
     IGNORED_LABEL,
@@ -28,9 +30,9 @@ from pithtrain.data import (
     synthetic_tokens,
     validation_batches,
 )
-from pithtrain.data.index import read_index
+from pithtrain.data.index import check_shards, read_index
 from pithtrain.data.order import sample_indices
-from pithtrain.data.sources import cut, documents, read_piece
+from pithtrain.data.sources import documents
 
 END = 256
 PINNED_ORDER = [1, 3, 9, 7, 6, 8, 5, 4, 3, 2, 0, 1]
@@ -83,7 +85,7 @@ def test_tokens_are_the_files_in_name_order_each_with_its_end(source: Path, tmp_
     assert info.created and info.validation is None and not (tmp_path / "out" / "validation").exists()
     assert (info.train.num_documents, info.train.num_tokens, info.train.vocab_size) == (3, len(expected), 257)
     assert (info.train.tokenizer, info.train.dtype, info.train.end_of_document) == ("bytes", "uint16", END)
-    dataset.verify()
+    check_shards(dataset.folder, dataset.index, content=True)
 
 
 def test_json_lines_are_documents_and_a_named_file_needs_no_suffix(tmp_path: Path) -> None:
@@ -95,29 +97,35 @@ def test_json_lines_are_documents_and_a_named_file_needs_no_suffix(tmp_path: Pat
     assert (info.train.num_documents, info.train.num_empty, info.train.num_invalid) == (3, 1, 0)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 16, 17, 64, 10_000])
-def test_cutting_json_lines_loses_and_repeats_nothing(tmp_path: Path, piece_bytes: int) -> None:
+def test_every_json_line_has_a_key_of_its_own(tmp_path: Path) -> None:
     texts = [f"{'x' * (i % 9)}{i}" for i in range(40)]
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    pieces = [piece for task in cut([(path, path.name)], piece_bytes) for piece in task]
-    assert len(pieces) > 1 or piece_bytes == 10_000
-    read = [d for piece in pieces for d in documents(piece, *read_piece(piece)[:2], "error")]
-    assert [d.text for d in read] == texts
-    assert len({d.key for d in read}) == len(texts)
-    whole = cut([(path, path.name)])[0][0]
-    assert [d.key for d in documents(whole, *read_piece(whole)[:2], "error")] == [d.key for d in read]
+    files = [(tmp_path / name, name) for name in ("a.jsonl", "b.jsonl")]
+    for path, _ in files:
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    read = list(documents(files, "error"))
+    assert [document.text for document in read] == texts * 2
+    assert len({document.key for document in read}) == 80
 
 
-def test_workers_do_not_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: dict[str, str | bytes] = {f"{i:02}.txt": f"{i} " * (500 * i) for i in range(20)}
-    texts["z.jsonl"] = "".join(json.dumps({"text": "line " * i}) + "\n" for i in range(200))
+PREPARE = """
+import sys
+from pathlib import Path
+from pithtrain.data import prepare
+prepare([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3], holdout=0.3, shard_tokens=2**12)
+"""
+
+
+def test_threads_and_batches_do_not_change_a_byte(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: dict[str, str | bytes] = {f"{i:02}.txt": "one three two " * (500 * i) for i in range(20)}
+    texts["z.jsonl"] = "".join(json.dumps({"text": "two " * i}) + "\n" for i in range(200))
     source = write_files(tmp_path / "source", texts)
-    monkeypatch.setattr("pithtrain.data.preparation.cut", functools.partial(cut, piece_bytes=2**14))
-    for workers in (1, 2):
-        prepare([source], tmp_path / f"out{workers}", workers=workers, holdout=0.3, shard_tokens=2**12)
-    one, two = folder_bytes(tmp_path / "out1"), folder_bytes(tmp_path / "out2")
-    assert len(one) > 50 and one == two
+    for threads in ("1", "3"):
+        command = [sys.executable, "-c", PREPARE, source, tmp_path / threads, words]
+        subprocess.run(command, check=True, env={**os.environ, "RAYON_NUM_THREADS": threads})
+    monkeypatch.setattr("pithtrain.data.index.BATCH_CHARACTERS", 1000)
+    prepare([source], tmp_path / "small", str(words), holdout=0.3, shard_tokens=2**12)
+    one = folder_bytes(tmp_path / "1")
+    assert len(one) > 50 and one == folder_bytes(tmp_path / "3") == folder_bytes(tmp_path / "small")
 
 
 def test_holding_out_goes_by_name_and_covers_every_document_once(tmp_path: Path) -> None:
@@ -191,16 +199,11 @@ def test_a_bad_tokenizer_is_refused(
         prepare([write_files(tmp_path / "s", {"a.txt": "one"})], tmp_path / "out", str(path), end_token=end_token)
 
 
-def test_text_that_is_not_utf8_is_refused_replaced_or_skipped(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_refused_or_skipped(tmp_path: Path) -> None:
     source = write_files(tmp_path / "source", {"a.txt": b"ab\xff", "b.txt": "fine"})
-    with pytest.raises(
-        ValueError, match=r"a\.txt: the document at byte 0 is not valid UTF-8 .* at its byte 2.*invalid='replace'"
-    ):
+    with pytest.raises(ValueError, match=r"a\.txt: the text is not valid UTF-8 .* at its byte 2.*invalid='skip'"):
         prepare([source], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    info = prepare([source], tmp_path / "replaced", invalid="replace")
-    assert stored_tokens(Dataset.open(tmp_path / "replaced" / "train")) == tokens_of("ab\ufffd") + tokens_of("fine")
-    assert (info.train.num_documents, info.train.num_invalid) == (2, 1)
     info = prepare([source], tmp_path / "skipped", invalid="skip")
     assert stored_tokens(Dataset.open(tmp_path / "skipped" / "train")) == tokens_of("fine")
     assert (info.train.num_documents, info.train.num_invalid) == (1, 1)
@@ -222,10 +225,13 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: bytes, message: str) -> 
         prepare([source], tmp_path / "out")
 
 
-def test_half_a_surrogate_pair_is_replaced_when_asked(tmp_path: Path) -> None:
-    source = write_files(tmp_path / "source", {"a.jsonl": '{"text": "a\\ud800b"}'})
-    prepare([source], tmp_path / "out", invalid="replace")
-    assert stored_tokens(Dataset.open(tmp_path / "out" / "train")) == tokens_of("a\ufffd\ufffd\ufffdb")
+@pytest.mark.parametrize("line", [b'{"text": "a\\ud800b"}', b'{"text": "a\xffb"}'])
+def test_a_json_line_that_is_not_utf8_is_named_or_skipped(tmp_path: Path, line: bytes) -> None:
+    source = write_files(tmp_path / "source", {"a.jsonl": b'{"text": "good"}\n' + line})
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2: the text is not valid UTF-8"):
+        prepare([source], tmp_path / "out")
+    prepare([source], tmp_path / "out", invalid="skip")
+    assert stored_tokens(Dataset.open(tmp_path / "out" / "train")) == tokens_of("good")
 
 
 def test_impossible_inputs_are_refused(source: Path, tmp_path: Path) -> None:
@@ -238,7 +244,6 @@ def test_impossible_inputs_are_refused(source: Path, tmp_path: Path) -> None:
         ("validation split has no tokens", lambda: prepare([source], out, holdout=1e-9)),
         ("reached twice", lambda: prepare([source, source / "aa"], out)),
         (r"holdout .* got 1", lambda: prepare([source], out, holdout=1.0)),
-        ("workers must be at least 1", lambda: prepare([source], out, workers=0)),
     ]
     for message, call in cases:
         with pytest.raises(ValueError, match=message):
@@ -254,7 +259,7 @@ def test_the_same_dataset_is_left_and_another_refused(source: Path, tmp_path: Pa
     out = tmp_path / "out"
     prepare([source], out)
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
-    again = prepare([source], out, workers=2)
+    again = prepare([source], out)
     assert not again.created and "already there" in str(again)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
     for change in ({"holdout": 0.5}, {"shard_tokens": 8}, {"exclude": ["aa"]}):
@@ -264,30 +269,37 @@ def test_the_same_dataset_is_left_and_another_refused(source: Path, tmp_path: Pa
     with pytest.raises(ValueError, match="other sources or options"):
         prepare([source], out)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
-    assert prepare([source], out, overwrite=True).created
-    assert stored_tokens(Dataset.open(out / "train"))[:6] == tokens_of("firsT")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
-def test_overwrite_never_takes_a_folder_that_is_no_dataset(source: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_dataset_is_left(source: Path, tmp_path: Path) -> None:
     precious = write_files(tmp_path / "precious", {"thesis.txt": "years of work"})
-    with pytest.raises(ValueError, match="is not a token dataset"):
-        prepare([source], precious, overwrite=True)
+    for out in (precious, precious / "thesis.txt"):
+        with pytest.raises(ValueError, match=r"never replaced.*is not a token dataset"):
+            prepare([source], out)
     assert (precious / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "empty").mkdir()
+    assert prepare([source], tmp_path / "empty").created
 
 
 def test_a_partial_dataset_is_refused_and_can_be_replaced(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare([source], out, shard_tokens=8, holdout=0.5)
     (out / "validation").rename(tmp_path / "gone")
-    with pytest.raises(ValueError, match=r"damaged dataset.*validation"):
+    with pytest.raises(ValueError, match=r"is not a whole dataset.*validation"):
         prepare([source], out, shard_tokens=8, holdout=0.5)
-    prepare([source], out, shard_tokens=8, overwrite=True)
-    (out / "train" / "shard-00001.bin").unlink()
-    with pytest.raises(ValueError, match=r"damaged dataset.*shard-00001\.bin is missing"):
-        prepare([source], out, shard_tokens=8)
-    assert prepare([source], out, shard_tokens=8, overwrite=True).created
-    Dataset.open(out / "train").verify()
+    (tmp_path / "gone").rename(out / "validation")
+    shard = out / "train" / "shard-00001.bin"
+    data = shard.read_bytes()
+    shard.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(ValueError, match=r"is not a whole dataset.*shard-00001\.bin: its checksum"):
+        prepare([source], out, shard_tokens=8, holdout=0.5)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"is not a whole dataset.*shard-00001\.bin is missing.*remove the dataset"):
+        prepare([source], out, shard_tokens=8, holdout=0.5)
+    shutil.rmtree(out)
+    assert prepare([source], out, shard_tokens=8, holdout=0.5).created
+    assert not prepare([source], out, shard_tokens=8, holdout=0.5).created
 
 
 def _prepare_and_say(source: Path, out: Path, barrier: object, answers: object) -> None:
@@ -309,7 +321,8 @@ def test_two_processes_preparing_one_folder_leave_one_whole_dataset(tmp_path: Pa
         process.join(60)
     assert sum(created) == 1
     for split in ("train", "validation"):
-        Dataset.open(tmp_path / "out" / split).verify()
+        dataset = Dataset.open(tmp_path / "out" / split)
+        check_shards(dataset.folder, dataset.index, content=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
@@ -324,7 +337,7 @@ def test_a_truncated_or_changed_shard_is_named(counting: Dataset) -> None:
         Dataset.open(counting.folder)
     shard.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     with pytest.raises(ValueError, match=r"shard-00002\.bin: its checksum"):
-        Dataset.open(counting.folder).verify()
+        check_shards(counting.folder, counting.index, content=True)
     shard.unlink()
     with pytest.raises(ValueError, match=r"shard-00002\.bin is missing"):
         Dataset.open(counting.folder)
@@ -335,8 +348,8 @@ def test_a_truncated_or_changed_shard_is_named(counting: Dataset) -> None:
     [
         ('"vocab_size": 257', '"vocab_size": 258', "own checksum"),
         ('"num_tokens": 64', '"num_tokens": 63', "own checksum"),
-        ('"version": 1', '"version": 2', "version 2, this pith reads 1"),
-        ('"format": "pith-tokens"', '"format": "other"', "not the index of a token dataset"),
+        ('"format": "pith-tokens-1"', '"format": "pith-tokens-2"', "'pith-tokens-2' is not 'pith-tokens-1'"),
+        ('"format": "pith-tokens-1"', '"form": "other"', "not the index of a token dataset"),
         ("{", "", "not valid JSON"),
     ],
 )
@@ -406,19 +419,26 @@ def test_large_positions_stay_exact() -> None:
 
 
 def samples_in_order(data: Samples, position: int, count: int, sequence_length: int) -> list[list[int]]:
-    indices = [data.sample_at(position + i, sequence_length) for i in range(count)]
-    return [data.read(np.array([index]), sequence_length)[0].tolist() for index in indices]
+    indices = sample_indices(np.arange(position, position + count), data.num_samples(sequence_length), data.seed)
+    return [data.read(indices[i : i + 1], sequence_length)[0].tolist() for i in range(count)]
+
+
+def global_batch(data: Samples, position: int, batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+    batch = data.microbatch(position, batch_size, 1, 0, 0, 1, sequence_length)
+    assert batch.padding is None
+    return batch.tokens, batch.labels
 
 
 def test_windows_meet_and_labels_are_the_next_tokens(counting: Dataset) -> None:
     S = 10
     text = stored_tokens(counting)
     assert counting.num_samples(S) == 99 and counting.num_samples(999) == 1 and counting.num_samples(1000) == 0
-    tokens, labels = counting.global_batch(0, 99, S)
+    tokens, labels = global_batch(counting, 0, 99, S)
     assert tokens.dtype == labels.dtype == torch.int64 and tokens.shape == labels.shape == (99, S)
+    order = sample_indices(np.arange(99), 99, counting.seed).tolist()
     predicted = Counter()
     for row in range(99):
-        start = counting.sample_at(row, S) * S
+        start = order[row] * S
         assert tokens[row].tolist() == text[start : start + S]
         assert labels[row].tolist() == text[start + 1 : start + S + 1]
         predicted.update(range(start + 1, start + S + 1))
@@ -433,7 +453,7 @@ def test_position_knows_neither_batch_size_nor_mesh(dataset: str, counting: Data
     for batch_size in (1, 3, 8, 24):
         rows = []
         for start in range(position, position + total, batch_size):
-            tokens, labels = data.global_batch(start, batch_size, S)
+            tokens, labels = global_batch(data, start, batch_size, S)
             rows += torch.cat([tokens, labels[:, -1:]], dim=1).tolist()
         assert rows == expected
     for num_microbatches, data_ranks in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 8)]:
@@ -448,17 +468,20 @@ def test_position_knows_neither_batch_size_nor_mesh(dataset: str, counting: Data
 
 def test_reading_draws_nothing_from_torch_or_numpy(counting: Dataset) -> None:
     before, numpy_before = torch.random.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
-    counting.global_batch(0, 8, 10)
-    SyntheticDataset(50, 3, ignore_labels=True).global_batch(0, 8, 10)
+    global_batch(counting, 0, 8, 10)
+    global_batch(SyntheticDataset(50, 3, ignore_labels=True), 0, 8, 10)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert np.random.get_state()[1].tolist() == numpy_before  # type: ignore[index, union-attr]
 
 
 def test_impossible_batches_are_refused(counting: Dataset) -> None:
-    with pytest.raises(ValueError, match="24 sequences is not divisible by 5 micro-batches x 2"):
+    with pytest.raises(AssertionError, match="24 sequences in 5 micro-batches on 2 data ranks"):
         counting.microbatch(0, 24, 5, 0, 0, 2, 10)
-    with pytest.raises(ValueError, match=r"shorter than one sample of 1000 \+ 1"):
-        counting.global_batch(0, 1, 1000)
+    with pytest.raises(AssertionError):
+        counting.microbatch(0, 1, 1, 0, 0, 1, 1000)
+    for arguments in [(counting, 10, 8, None, 0, 3), (counting, 5000, 8)]:
+        with pytest.raises(AssertionError, match="samples in batches of 8 on"):
+            next(validation_batches(*arguments))
 
 
 def test_validation_goes_in_order_and_pads_the_last_batch(counting: Dataset) -> None:
@@ -477,23 +500,19 @@ def test_validation_goes_in_order_and_pads_the_last_batch(counting: Dataset) -> 
     joined = [torch.cat([rank[k].labels for rank in ranks]) for k in range(3)]
     assert torch.equal(torch.cat(joined), labels)
     assert len(list(validation_batches(counting, S, 8))) == math.ceil(99 / 8)
-    with pytest.raises(ValueError, match="not divisible by 3"):
-        next(validation_batches(counting, S, 8, None, 0, 3))
-    with pytest.raises(ValueError, match="no sample of 5000"):
-        next(validation_batches(counting, 5000, 8))
 
 
 def test_synthetic_data_has_structure_and_uneven_labels() -> None:
     V, S = 97, 64
     data = SyntheticDataset(V, 7, epoch_samples=512, ignore_labels=True)
-    tokens, labels = data.global_batch(0, 512, S)
+    tokens, labels = global_batch(data, 0, 512, S)
     assert tokens.min() == 0 and tokens.max() == V - 1
     assert len({tuple(row) for row in tokens.tolist()}) == 512
     steps = (tokens[:, 1:] - tokens[:, :-1]) % V
     assert 0.75 < torch.isin(steps, torch.tensor([1, 3, 7, 12])).float().mean() < 0.85  # (7/8)^2 and chance
     kept = (labels != IGNORED_LABEL).sum(dim=1)
     assert set(kept.tolist()) == {S - S * e // 8 for e in range(9)}
-    plain = SyntheticDataset(V, 7, epoch_samples=512).global_batch(0, 512, S)[1]
+    plain = global_batch(SyntheticDataset(V, 7, epoch_samples=512), 0, 512, S)[1]
     assert torch.equal(plain[labels != IGNORED_LABEL], labels[labels != IGNORED_LABEL])
     for ranks in (2, 4):
         counts = [int((data.microbatch(0, 8, 1, 0, r, ranks, S).labels >= 0).sum()) for r in range(ranks)]

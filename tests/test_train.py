@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pithtrain.checkpoint import ONE_RANK
 from pithtrain.config import ConfigError, load, parse
-from pithtrain.data import Batch, validation_batches
+from pithtrain.data import validation_batches
 from pithtrain.metrics import read_metrics
 from pithtrain.optim import LearningRate
 from pithtrain.parallel.mesh import make_mesh
@@ -289,8 +289,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(run: Path) -> None:
 def _loss_of_next_four(run: Path) -> float:
     plan, trainee, position = _restored(run)
     assert position == 40
-    tokens, labels = plan.train.global_batch(position, 4, 16)
-    return evaluate(trainee, [Batch(tokens, labels)])
+    return evaluate(trainee, [plan.train.microbatch(position, 4, 1, 0, 0, 1, 16)])
 
 
 def test_metrics_have_every_field(run: Path) -> None:

@@ -4,14 +4,13 @@ Importing this package does not import torch: it is loaded when the first batch 
 """
 
 from pithtrain.data.dataset import IGNORED_LABEL, Batch, Dataset, Samples, bigram_entropy, validation_batches
-from pithtrain.data.preparation import DatasetInfo, prepare
+from pithtrain.data.preparation import prepare
 from pithtrain.data.synthetic import SyntheticDataset, synthetic_tokens
 
 __all__ = [
     "IGNORED_LABEL",
     "Batch",
     "Dataset",
-    "DatasetInfo",
     "Samples",
     "SyntheticDataset",
     "bigram_entropy",

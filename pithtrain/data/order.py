@@ -36,17 +36,13 @@ def sample_indices(positions: Int64, num_samples: int, seed: int) -> Int64:
     Position p is in epoch p // num_samples; every epoch holds each index of [0, num_samples) once, in an
     order of its own. Pure integer arithmetic: the same on every machine, and no random stream is drawn from.
     """
-    if num_samples < 1 or (positions < 0).any():
-        raise ValueError(f"positions must be at least 0 and num_samples at least 1, got {num_samples} samples")
-    epochs, offsets = np.divmod(positions.astype(np.uint64), np.uint64(num_samples))
+    assert num_samples >= 1 and (positions >= 0).all(), (positions, num_samples)
+    n = np.uint64(num_samples)
+    epochs, x = np.divmod(positions.astype(np.uint64), n)
     keys = mix(seed_word(seed) + epochs)
-    return _permute(offsets, keys, np.uint64(num_samples)).astype(np.int64)
-
-
-def _permute(x: UInt64, keys: UInt64, n: np.uint64) -> UInt64:
     for _ in range(ROUNDS):
         keys = mix(keys)
         partner = (keys % n + (n - x)) % n
         swap = mix(keys ^ np.maximum(x, partner)) & np.uint64(1)
         x = np.where(swap == 1, partner, x)
-    return x
+    return x.astype(np.int64)

@@ -1,9 +1,8 @@
 """Generated samples: integer arithmetic only, the same on every machine, and something to learn in them.
 
-A sample is an arithmetic sequence modulo the vocabulary: its start is free, its step one of STEPS, and one
-token in NOISE is replaced by a hash. The token before leaves a few choices for the next one; the sample's
-step decides among them. No text or random number library is involved, so golden traces can be made from it
-anywhere.
+A sample is an arithmetic sequence modulo the vocabulary: its start is free, its step one of STEPS, and one token in
+NOISE is replaced by a hash. The token before leaves a few choices for the next one; the sample's step decides among
+them. No text or random number library is involved, so golden traces can be made from it anywhere.
 """
 
 from __future__ import annotations
@@ -32,28 +31,23 @@ def synthetic_tokens(indices: Int64, length: int, vocab_size: int, seed: int) ->
 class SyntheticDataset(Samples):
     """`epoch_samples` generated samples in a seeded order.
 
-    `ignore_labels` ignores the first 0/8 to 8/8 of each sample's labels, as a hash of its index says, so that
-    slices of a batch hold different numbers of labels and a sample may hold none.
+    `ignore_labels` ignores the first 0/8 to 8/8 of each sample's labels, as a hash of its index says, so that slices
+    of a batch hold different numbers of labels and a sample may hold none.
     """
 
     def __init__(self, vocab_size: int, seed: int, *, epoch_samples: int = 256, ignore_labels: bool = False) -> None:
         super().__init__(vocab_size, seed)
         self.epoch_samples, self.ignore_labels = epoch_samples, ignore_labels
 
-    def __str__(self) -> str:
-        return f"synthetic dataset ({self.epoch_samples} samples)"
-
     def num_samples(self, sequence_length: int) -> int:
         """The same at every length: samples are made, not cut from a text."""
         return self.epoch_samples
 
     def read(self, indices: Int64, sequence_length: int) -> Int64:
-        """Tokens [B, S + 1] int64 of the samples `indices` [B]."""
         return synthetic_tokens(indices, sequence_length + 1, self.vocab_size, self.seed)
 
     def labels(self, indices: Int64, windows: Int64) -> Int64:
-        """The next tokens [B, S], the first of them ignored where `ignore_labels` asks for it."""
-        labels = windows[:, 1:]
+        labels = super().labels(indices, windows)
         if not self.ignore_labels:
             return labels
         S = labels.shape[1]

@@ -106,9 +106,9 @@ def make_optimizer(case: Case, model: Qwen3MoeForCausalLM) -> torch.optim.Optimi
 def take(case: Case, model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, index: int) -> Step:
     """One step of the loop, and what a trace says of it."""
     size, lr = case.global_batch_size, rate_at(case, index)
-    tokens, labels = make_dataset(case).global_batch(index * size, size, case.sequence_length)
-    output = model(input_ids=tokens, output_router_logits=True)
-    loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    batch = make_dataset(case).microbatch(index * size, size, 1, 0, 0, 1, case.sequence_length)
+    output = model(input_ids=batch.tokens, output_router_logits=True)
+    loss = F.cross_entropy(output.logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
     balance_loss, z_loss, counts = balance(case, output.router_logits)
     optimizer.zero_grad()
     (loss + balance_loss + z_loss).backward()

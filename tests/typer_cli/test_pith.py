@@ -174,7 +174,7 @@ def test_data_prepare(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"text/{number}.md").write_text(f"document {number}\n" * 5)
     (tmp_path / "text/left.txt").write_text("not taken")
-    options = ("--suffix", ".md", "--holdout", "0.3", "--workers", "1")
+    options = ("--suffix", ".md", "--holdout", "0.3")
     result = pith("data", "prepare", "text", "--out", "data", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     documents = [json.loads((tmp_path / "data" / s / "index.json").read_text()) for s in ("train", "validation")]
