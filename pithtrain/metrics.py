@@ -1,5 +1,4 @@
-"""What a run reports: one JSON line a step, a live display, and the arithmetic behind FLOPs, MFU and expert
-load.
+"""What a run reports: one JSON line a step, a display, and the arithmetic behind FLOPs, MFU and expert load.
 
 A record is a plain dict with "step". The display reads, where they are there: loss, grad_norm, learning_rate,
 tokens_per_second, validation_loss. Nothing here reads a device value: numbers come in as Python numbers.
@@ -14,9 +13,9 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,20 +40,20 @@ PEAK_FLOPS = (
 class MetricsWriter:
     """Appends records to `folder`/metrics.jsonl, each flushed as it is written.
 
-    Opening it drops the lines after `resume_step` (all of them at 0), and a last line cut short by a kill, in
-    one rename. JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and
-    "-Infinity", which `float` reads back.
+    Opening it drops the lines after `resume_step` (all of them at 0), and a last line cut short by a kill, in one
+    rename. JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", which
+    `float` reads back.
     """
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / METRICS_NAME
-        if self.path.exists():
+        path = folder / METRICS_NAME
+        if path.exists():
             kept = [record for record in read_metrics(folder) if record["step"] <= resume_step]
-            temporary = self.path.with_suffix(".tmp")
+            temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-            os.replace(temporary, self.path)
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+            os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def write(self, record: Record) -> None:
         """Appends one record. Raises OSError where the disk is full."""
@@ -72,35 +71,22 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises ValueError, naming the line, where an earlier one is not a record.
     """
     path = folder / METRICS_NAME
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return [_parse(path, number, line) for number, line in enumerate(lines, 1)]
-
-
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} line {number} is not valid JSON ({error}); move the file aside") from None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError(f'{path} line {number} has no whole number "step"; move the file aside')
-    return record
+    whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+    records = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is not valid JSON ({error}); move the file aside") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(f'{path} line {number} has no whole number "step"; move the file aside')
+        records.append(record)
+    return records
 
 
 def _line(record: Record) -> str:
-    return json.dumps(_spelled(record), allow_nan=False) + "\n"
-
-
-def _spelled(value: Any) -> Any:
-    """`value` with every float that JSON cannot hold as a string."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _spelled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spelled(item) for item in value]
-    return value
+    """One line of JSON. Python writes the bare words NaN and Infinity; read back by `str`, they become strings."""
+    return json.dumps(json.loads(json.dumps(record), parse_constant=str), allow_nan=False) + "\n"
 
 
 class Display:
@@ -110,93 +96,73 @@ class Display:
     validation.
     """
 
-    def __init__(self, total_steps: int, start_step: int = 0, every: int = 10, console: Console | None = None):
+    def __init__(self, total_steps: int, start_step: int = 0, every: int = 10, console: Console | None = None) -> None:
         self._total, self._start, self._every = total_steps, start_step, every
         self._console = console or Console(file=sys.stdout)
-        self._began = time.monotonic()
         self._validation = ""
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[shown]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=total_steps, completed=start_step, shown="")
+        bar, left = BarColumn(bar_width=20), TimeRemainingColumn()
+        columns = (TextColumn("step"), MofNCompleteColumn(), bar, TextColumn("{task.description}"), "ETA", left)
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._progress.add_task("", total=total_steps, completed=start_step)
 
     def __enter__(self) -> Display:
         self._began = time.monotonic()
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def update(self, record: Record) -> None:
         """Shows one record: a step's, or a validation's (which has "validation_loss")."""
-        step, is_validation = int(record["step"]), "validation_loss" in record
+        step, is_validation = record["step"], "validation_loss" in record
         if is_validation:
             self._validation = f"validation {record['validation_loss']:.4f}"
-        shown = _shown(record)
-        if self._console.is_terminal:
-            if "loss" in record:
-                self._progress.update(self._task, completed=step, shown=f"{shown}  {self._validation}".rstrip())
-        elif is_validation or step in (self._start + 1, self._total) or step % self._every == 0:
-            parts = [
-                f"step {step}/{self._total}",
-                shown,
-                self._validation if is_validation else "",
-                self._eta(step),
-            ]
-            self.say("  ".join(part for part in parts if part))
+        if not self._console.is_terminal:
+            if is_validation or step in (self._start + 1, self._total) or step % self._every == 0:
+                shown = self._validation if is_validation else _shown(record)
+                self.say(f"step {step}/{self._total}  {shown}{self._eta(step)}")
+        elif not is_validation:
+            self._progress.update(self._task, completed=step, description=f"{_shown(record)}  {self._validation}")
 
     def say(self, message: str) -> None:
         """Prints a line of its own, above the live one."""
-        self._progress.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self, step: int) -> str:
-        done = step - self._start
-        if done < 1 or step >= self._total:
+        if not self._start < step < self._total:
             return ""
-        seconds = round((time.monotonic() - self._began) / done * (self._total - step))
-        return f"ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        seconds = (time.monotonic() - self._began) / (step - self._start) * (self._total - step)
+        return f"  ETA {timedelta(seconds=round(seconds))}"
 
 
 def _shown(record: Record) -> str:
-    """The record's main numbers, those that are there, as one line."""
-    formats = (
-        ("loss", "loss {:.4f}"),
-        ("grad_norm", "grad {:.3f}"),
-        ("learning_rate", "lr {:.2e}"),
-        ("tokens_per_second", "{:,.0f} tokens/s"),
-    )
-    return "  ".join(form.format(record[name]) for name, form in formats if record.get(name) is not None)
+    """A step's main numbers, those that are there, as one line."""
+    formats = {
+        "loss": "loss {:.4f}",
+        "grad_norm": "grad {:.3f}",
+        "learning_rate": "lr {:.2e}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+    }
+    return "  ".join(form.format(record[name]) for name, form in formats.items() if record.get(name) is not None)
 
 
 def parameter_counts(arch: Architecture) -> tuple[int, int]:
-    """(total, active) parameters: of the experts a token uses, top_k of num_experts, only those are
-    active."""
-    total = active = 0
-    for spec in parameter_specs(arch):
-        size = math.prod(spec.shape)
-        total += size
-        active += size * arch.top_k // arch.num_experts if spec.expert else size
-    return total, active
+    """(total, active) parameters; of the experts, top_k of num_experts are active."""
+    specs = parameter_specs(arch)
+    total = sum(math.prod(spec.shape) for spec in specs)
+    routed = sum(math.prod(spec.shape) for spec in specs if spec.expert)
+    return total, total - routed + routed * arch.top_k // max(arch.num_experts, 1)
 
 
 def flops_per_token(arch: Architecture, sequence_length: int) -> int:
     """FLOPs of forward and backward for one token of a sequence of S tokens; recomputation does not count.
 
-    6 x (active parameters - embedding) + 6 x layers x S x heads x head_dim. Each parameter in a product costs
-    2 forward and 4 backward; a tied head is a product, so the embedding stays in there. A causal token
-    attends to S / 2 others on average, in two products (Chowdhery et al., PaLM, appendix B, whose 12 x layers
-    x heads x head_dim x S counts the masked half as well). Norms count with the parameters; softmax, rotary
-    and routing arithmetic do not.
+    6 x (active parameters - embedding) + 6 x layers x S x heads x head_dim. Each parameter in a product costs 2
+    forward and 4 backward; a tied head is a product, so the embedding stays in there. A causal token attends to
+    S / 2 others on average, in two products (Chowdhery et al., PaLM, appendix B, whose 12 x layers x heads x
+    head_dim x S counts the masked half as well). Norms count with the parameters; softmax, rotary and routing
+    arithmetic do not.
     """
     _, active = parameter_counts(arch)
     lookup = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size
@@ -205,14 +171,12 @@ def flops_per_token(arch: Architecture, sequence_length: int) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by the name that its driver gives; None where the table has no such
-    device."""
+    """Dense bf16 FLOP/s of a device by the name that its driver gives; None where the table has no such device."""
     return next((flops for name, flops in PEAK_FLOPS if name in device_name), None)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None, num_devices: int) -> float | None:
-    """Share of the peak FLOP/s of all devices that the model's own FLOPs take, or None without a known
-    peak."""
+    """Share of the peak FLOP/s of all devices that the model's own FLOPs take, or None without a known peak."""
     return None if peak is None else tokens_per_second * flops_per_token / (peak * num_devices)
 
 
@@ -227,6 +191,5 @@ def peak_memory(device_type: str) -> int:
 
 
 def expert_load(counts: Sequence[Sequence[int]]) -> list[float]:
-    """Per layer, the busiest expert's tokens over the mean, from counts [layers][experts]; 1 is even, 0 no
-    tokens."""
+    """Per layer, the busiest expert's tokens over the mean, from counts [layers][experts]; 1 is even, 0 no tokens."""
     return [max(layer) * len(layer) / sum(layer) if sum(layer) else 0.0 for layer in counts]
