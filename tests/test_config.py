@@ -182,8 +182,8 @@ def test_config_is_frozen(run_file: Path) -> None:
         ("train.precision=bf16", ["train.precision = 'bf16'", "expected 'fp32'"]),
         ("schedule.kind=linear", ["schedule.kind = 'linear'", "'wsd', 'cosine' or 'constant'"]),
         ("mesh.dp=all", ["mesh.dp = 'all'", "expected a valid integer or 'rest'"]),
-        ("mesh.cp=2", ["mesh.cp = 2", "expected 1, the only size", "--set mesh.cp="]),
-        ("mesh.pp=2", ["mesh.pp = 2", "expected 1, the only size", "--set mesh.pp="]),
+        ("mesh.cp=2", ["mesh.cp = 2", "expected 1; change it", "--set mesh.cp="]),
+        ("mesh.pp=2", ["mesh.pp = 2", "expected 1; change it", "--set mesh.pp="]),
         ("checkpoint.background=1", ["checkpoint.background = 1", "expected a valid boolean"]),
         ("run.folder=", ["run.folder = ''", "expected a path"]),
         (

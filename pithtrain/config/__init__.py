@@ -10,27 +10,17 @@
 It imports no torch and stands below all other modules; only what builds a run reads it.
 """
 
-from pithtrain.config.checks import (
-    DatasetSize,
-    MeshShape,
-    check_files,
-    check_run,
-    hf_config_path,
-    resolve_mesh,
-    smallest_world,
-)
+from pithtrain.config.checks import MeshShape, check_files, check_run, resolve_mesh, smallest_world
 from pithtrain.config.loading import load, parse, refusal
 from pithtrain.config.sections import ConfigError, RunConfig, fingerprint, json_schema
 
 __all__ = [
     "ConfigError",
-    "DatasetSize",
     "MeshShape",
     "RunConfig",
     "check_files",
     "check_run",
     "fingerprint",
-    "hf_config_path",
     "json_schema",
     "load",
     "parse",

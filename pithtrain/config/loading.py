@@ -2,14 +2,13 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from pithtrain.config.sections import ConfigError, RunConfig, Section
+from pithtrain.config.sections import FIELDS, ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a TOML file and `section.field=value` overrides describe.
 
-    An override's value is a TOML value or a bare string; the last of several wins. Relative paths in the file
-    are taken from its folder, those in overrides from the current directory. Raises ConfigError.
+    An override's value is a TOML value or a bare string; the last of several wins. Raises ConfigError.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -27,12 +25,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: cannot read it: {error.strerror}; give the path of a run file") from None
     except ValueError as error:  # TOML syntax, or bytes that are not UTF-8
         raise ConfigError(f"{path}: not a TOML file: {error}; correct the file") from None
-    tables = _with_absolute_paths(tables, path.resolve().parent)
-    for section, field, value in map(_parse_override, overrides):
-        table = tables.setdefault(section, {})
+    folder = path.resolve().parent
+    for section, table in tables.items():
         if isinstance(table, dict):  # else the section itself is wrong, which `parse` reports
-            table[field] = value
-    return parse(_with_absolute_paths(tables, Path.cwd()), source=str(path))
+            tables[section] = {name: _absolute(f"{section}.{name}", value, folder) for name, value in table.items()}
+    for key, value in map(_parse_override, overrides):
+        section, _, name = key.partition(".")
+        if isinstance(table := tables.setdefault(section, {}), dict):
+            table[name] = value
+    return parse(tables, source=str(path))
 
 
 def parse(tables: Mapping[str, object], source: str) -> RunConfig:
@@ -49,24 +50,12 @@ def refusal(source: str, problems: Sequence[str]) -> str:
     return "\n".join([f"{source}: this run is refused, {count}:", *(f"  {problem}" for problem in problems)])
 
 
-def _section(name: str) -> type[Section] | None:
-    field = RunConfig.model_fields.get(name)
-    section = field.annotation if field is not None else None
-    return section if isinstance(section, type) and issubclass(section, Section) else None
-
-
-def _field(section: str, field: str) -> FieldInfo | None:
-    known = _section(section)
-    return known.model_fields.get(field) if known is not None else None
-
-
-def _parse_override(item: str) -> tuple[str, str, object]:
-    key, equals, text = item.partition("=")
-    section, _, field = key.strip().partition(".")
-    if not (equals and section and field) or "." in field:
+def _parse_override(item: str) -> tuple[str, object]:
+    key, equals, text = (part.strip() for part in item.partition("="))
+    section, _, name = key.partition(".")
+    if not (equals and section and name) or "." in name:
         raise ConfigError(f"--set {item}: expected section.field=value; write it like --set optim.lr=1e-4")
-    text = text.strip()
-    return section, field, text if _is_path(_field(section, field)) else _toml_value(text)
+    return key, _absolute(key, text, Path.cwd()) if _is_path(key) else _toml_value(text)
 
 
 def _toml_value(text: str) -> object:
@@ -78,25 +67,17 @@ def _toml_value(text: str) -> object:
     return value["value"] if is_one_value else text
 
 
-def _with_absolute_paths(tables: Mapping[str, object], folder: Path) -> dict[str, Any]:
-    return {
-        section: {name: _absolute(_field(section, name), value, folder) for name, value in table.items()}
-        if isinstance(table, dict)
-        else table
-        for section, table in tables.items()
-    }
+def _is_path(key: str) -> bool:
+    kind = FIELDS[key].annotation if key in FIELDS else None
+    return kind is Path or Path in get_args(kind)
 
 
-def _absolute(field: FieldInfo | None, value: object, folder: Path) -> object:
+def _absolute(key: str, value: Any, folder: Path) -> Any:
     """Text that stands for a path made absolute; the words of a `Literal[...] | Path` and all else kept."""
-    if field is None or not _is_path(field) or not isinstance(value, str) or not value:
+    if not _is_path(key) or not isinstance(value, str) or not value:
         return value
-    words = [word for member in get_args(field.annotation) for word in get_args(member)]
+    words = [word for member in get_args(FIELDS[key].annotation) for word in get_args(member)]
     return value if value in words else folder / Path(value).expanduser()
-
-
-def _is_path(field: FieldInfo | None) -> bool:
-    return field is not None and (field.annotation is Path or Path in get_args(field.annotation))
 
 
 def _explain(error: ValidationError) -> list[str]:
@@ -104,47 +85,36 @@ def _explain(error: ValidationError) -> list[str]:
     groups: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(".".join(str(part) for part in detail["loc"][:2]), []).append(detail)
-    return [_explain_field(name, details) for name, details in groups.items()]
+    return [_explain_field(key, details) for key, details in groups.items()]
 
 
-def _explain_field(name: str, details: Sequence["ErrorDetails"]) -> str:
-    section, _, field = name.partition(".")
+def _explain_field(key: str, details: Sequence["ErrorDetails"]) -> str:
     value = details[0]["input"]
-    info = _field(section, field)
-    meaning = info.description if info is not None else ""
+    meaning = FIELDS[key].description if key in FIELDS else ""
     match details[0]["type"]:
         case "extra_forbidden":
-            return f"{name}: unknown key; {_nearest(section, field)}"
+            return f"{key}: unknown key; {_nearest(key)}"
         case "missing":
-            return f"{name}: missing; add it under [{section}]: {meaning}"
+            return f"{key}: missing; add it under [{key.partition('.')[0]}]: {meaning}"
         case "model_type":
-            return f"{name} = {value!r}: expected a table; write [{name}] and its keys below it"
+            return f"{key} = {value!r}: expected a table; write [{key}] and its keys below it"
         case _:
             expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-            remedy = f"change it in the file or with --set {name}=..."
-            return f"{name} = {value!r}: expected {expected}; {remedy}; it is: {meaning}"
+            remedy = f"change it in the file or with --set {key}=..."
+            return f"{key} = {value!r}: expected {expected}; {remedy}; it is: {meaning}"
 
 
 def _expected(detail: "ErrorDetails") -> str:
-    match detail["type"]:
-        case "is_instance_of":
-            return "a path in quotes"
-        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return "a number " + detail["msg"].removeprefix("Input should be ")
-        case _:
-            words = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            return words.removeprefix("equal to ")
+    if detail["type"] == "is_instance_of":
+        return "a path in quotes"
+    words = detail["msg"].removeprefix("Input should be ")
+    return f"a number {words}" if words.startswith(("greater", "less")) else words
 
 
-def _nearest(section: str, field: str) -> str:
+def _nearest(key: str) -> str:
     """A remedy for an unknown key: the same word elsewhere, the nearest of its section, or all known."""
-    known = list(_names(section)) if field else list(RunConfig.model_fields)
-    wanted = f"{section}.{field}" if field else section
-    elsewhere = [f"{other}.{field}" for other in RunConfig.model_fields if f"{other}.{field}" in _names(other)]
-    close = elsewhere or difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
+    section, _, name = key.partition(".")
+    known = [other for other in FIELDS if other.startswith(f"{section}.")] if name else list(RunConfig.model_fields)
+    close = [other for other in FIELDS if name and other.endswith(f".{name}")]
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
-
-
-def _names(section: str) -> Iterable[str]:
-    known = _section(section)
-    return [f"{section}.{name}" for name in known.model_fields] if known is not None else []

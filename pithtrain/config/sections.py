@@ -4,18 +4,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Preset = Literal["qwen3-moe-tiny", "qwen3-moe-small", "qwen3-30b-a3b"]
 
@@ -33,8 +24,6 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """What is trained."""
-
     config: Preset | Path
     """Shape of the model: a preset's name, a Hugging Face config.json, or a folder that holds one."""
     weights: Path | None = None
@@ -42,8 +31,6 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What it is trained on."""
-
     train: Path
     """Dataset folder written by `pith data prepare`."""
     validation: Path | None = None
@@ -64,26 +51,17 @@ class BatchConfig(Section):
 class MeshConfig(Section):
     """How ranks are laid out: world = pp x dp x cp x ep, ep innermost."""
 
-    pp: PositiveInt = 1
+    pp: Literal[1] = 1
     """Pipeline stages. Must be 1 for now."""
     dp: PositiveInt | Literal["rest"] = "rest"
     """Data-parallel replicas, or "rest": as many as the number of processes leaves."""
-    cp: PositiveInt = 1
+    cp: Literal[1] = 1
     """Ranks that share one sequence (context parallelism). Must be 1 for now."""
     ep: PositiveInt = 1
     """Ranks that share a layer's experts. They read different data."""
 
-    @field_validator("pp", "cp")
-    @classmethod
-    def _only_one(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("1, the only size that this axis can have so far")
-        return value
-
 
 class OptimConfig(Section):
-    """The optimizer."""
-
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw, or plain sgd without momentum. Neither decays norms and biases."""
     lr: PositiveFloat = 3e-4
@@ -101,8 +79,6 @@ class OptimConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the steps."""
-
     kind: Literal["wsd", "cosine", "constant"] = "wsd"
     """After the warm-up, wsd holds the peak and falls at the end, cosine falls all along, constant holds."""
     warmup_steps: NonNegativeInt = 0
@@ -127,8 +103,6 @@ class BalanceConfig(Section):
 
 
 class TrainConfig(Section):
-    """The loop."""
-
     steps: PositiveInt
     """Optimizer steps of the whole run."""
     seed: NonNegativeInt = 0
@@ -150,8 +124,6 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved and what a run starts from."""
-
     interval: NonNegativeInt = 0
     """Steps between checkpoints. 0 = only at the end or when stopped."""
     keep: PositiveInt = 2
@@ -165,8 +137,6 @@ class CheckpointConfig(Section):
 
 
 class OutputConfig(Section):
-    """Where the run leaves what it makes."""
-
     folder: Path
     """Run folder: checkpoints, metrics.jsonl, status.json."""
     log_interval: PositiveInt = 10
@@ -176,8 +146,6 @@ class OutputConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run."""
-
     model: ModelConfig
     data: DataConfig
     batch: BatchConfig
@@ -189,6 +157,13 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: OutputConfig
 
+
+# every key of a run file, as "section.field"
+FIELDS = {
+    f"{section}.{name}": field
+    for section, info in RunConfig.model_fields.items()
+    for name, field in cast(type[Section], info.annotation).model_fields.items()
+}
 
 _NOT_NUMBERS = frozenset(
     {"mesh", "checkpoint", "run", "data.validation", "train.eval_interval", "train.eval_batches"}
@@ -209,9 +184,9 @@ def fingerprint(cfg: RunConfig, contents: Mapping[str, str] | None = None) -> st
         for field, value in table.items()
         if section not in _NOT_NUMBERS and f"{section}.{field}" not in _NOT_NUMBERS
     }
-    digests = dict(contents or {})
-    assert digests.keys() <= values.keys(), f"not in the fingerprint: {sorted(digests.keys() - values.keys())}"
-    canonical = json.dumps(values | digests, sort_keys=True, separators=(",", ":"))
+    contents = contents or {}
+    assert contents.keys() <= values.keys(), f"not in the fingerprint: {sorted(contents.keys() - values.keys())}"
+    canonical = json.dumps({**values, **contents}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
