@@ -80,7 +80,8 @@ def test_a_rank_killed_from_outside_ends_pith_train_within_ten_seconds(run: Path
     os.kill(processes_of(run)[1], signal.SIGKILL)
     began = time.monotonic()
     said, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 10
+    seconds = time.monotonic() - began
+    assert seconds < 10, f"{seconds} s\n{said}\n{errors}"
     assert process.returncode == FAILED, said + errors
     assert "on rank 0 of 2, in the step after step" in errors
     assert not processes_of(run)
