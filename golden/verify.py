@@ -225,5 +225,5 @@ def show(console: Console, verdicts: Sequence[Verdict], seconds: float) -> None:
             console.print(f"{where}: {verdict.error}", style="red", markup=False, soft_wrap=True)
         elif verdict.differences:
             first, number = verdict.differences[0], len(verdict.differences)
-            console.print(f"{where}: {number} differences; the first: {first}", markup=False, soft_wrap=True)
+            console.print(f"{where}: first of {number} differing: {first}", markup=False, soft_wrap=True)
     console.print(f"{len(verdicts)} layouts checked in {seconds:.1f} s")

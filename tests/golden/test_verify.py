@@ -62,10 +62,10 @@ MESH_FAILS = but((BASE, MESH), lambda found: "rank 1: ValueError: planted")
     ("replay", "code", "says"),
     [
         (faithful, 0, "layouts checked"),
-        (ONE_RANK_DIFFERS, 1, "base, 1 rank, n=1: .*the first: step 41, grad_norm"),
-        (MESH_DIFFERS, 1, "base, EP2 x DP2, n=1: .*the first: step 7, loss"),
+        (ONE_RANK_DIFFERS, 1, "base, 1 rank, n=1: first of 1 differing: step 41, grad_norm"),
+        (MESH_DIFFERS, 1, "base, EP2 x DP2, n=1: .*first of 1 differing: step 7, loss"),
         (MESH_LATER, 0, "same"),
-        (MESH_COST, 1, "base, EP2 x DP2, n=1: .*the first: collectives"),
+        (MESH_COST, 1, "base, EP2 x DP2, n=1: .*first of 1 differing: collectives"),
         (MESH_FAILS, 2, "base, EP2 x DP2, n=1: rank 1: ValueError: planted"),
     ],
 )
