@@ -14,6 +14,7 @@ SLOTS = {
     "rows without copies": [[-1, -1], [3, 1], [-1, -1], [-1, 1], [-1, -1]],
     "one slot": [[0], [0], [0]],
     "three of five": [[4, 0, 2], [1, 4, 3], [2, 1, -1]],
+    "none before the last slot": [[-1, 4], [4, -1], [0, -1], [-1, 4]],
     "no copies": [[-1, -1], [-1, -1]],
 }
 FIVE = 5

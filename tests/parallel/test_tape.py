@@ -42,12 +42,17 @@ def test_a_missing_gradient_counts_as_zero_and_what_nothing_reached_is_none() ->
 
 
 def test_pieces_are_cut_from_each_other() -> None:
-    """Gradients do not run through a piece into the one before it, and its inputs stay as they were."""
+    """Gradients do not run through a piece into what came before it, nor does the piece keep that alive."""
     x = randn(2, 3).requires_grad_()
-    before = x * 2
+    kept = (x * 2).exp()
+    before, held = kept.sin(), weakref.ref(kept)
     piece = Piece("", lambda x: (x.square(),), (before,))
+    expected = GRADS[0] * 2 * before.detach()
+    del kept, before
+    gc.collect()
+    assert held() is None
     (grad,) = piece.backward(GRADS[0])
-    assert grad is not None and torch.equal(grad, GRADS[0] * 2 * before.detach())
+    assert grad is not None and torch.equal(grad, expected)
     assert x.grad is None
 
 
