@@ -82,7 +82,7 @@ def export(checkpoint: Path, out: Path, *, drop_biases: bool = False) -> str:
     if biased and not drop_biases:
         raise ValueError(
             f"{checkpoint / files.BIASES}: {len(biased)} layers route with a bias, which the family cannot "
-            "express, so the exported model would choose other experts; drop the biases to export it anyway"
+            "express, so the exported model would choose other experts; export it anyway with --drop-biases"
         )
     aside = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(aside, ignore_errors=True)
