@@ -74,7 +74,7 @@ def _train(run: Path, overrides: Sequence[str], trouble: "Trouble | None") -> lo
     if trouble is not None:
         trouble.plant()
     with Watch(Status(cfg.run.folder / "status.json", dist.get_rank()), cfg.train.hang_timeout) as watch:
-        return loop.train(plan, torch.device("cpu"), watch)
+        return loop.train(plan, torch.device("cpu"), watch, range(dist.get_world_size()))
 
 
 @dataclass(frozen=True)

@@ -233,11 +233,11 @@ def test_a_hung_rank_ends_the_job(run: Path) -> None:
 
 def test_the_first_failure_is_the_one_recorded(tmp_path: Path) -> None:
     first, second = (Status(tmp_path / "status.json", rank) for rank in (1, 0))
-    first.fail(FAILED, "its own", 3)
-    second.fail(FAILED, "Connection closed by peer", 3)
+    first.write(FAILED, "its own", 3)
+    second.write(FAILED, "Connection closed by peer", 3)
     assert status(tmp_path)["reason"] == "rank 1: its own"
-    second.clear()
-    second.fail(FAILED, "later", 4)
+    second.path.unlink()
+    second.write(FAILED, "later", 4)
     assert status(tmp_path)["reason"] == "rank 0: later"
 
 
@@ -265,7 +265,7 @@ def _restored(run: Path) -> tuple[Plan, Trainee, int]:
     plan = make_plan(load(run), str(run), 1)
     trainee = build(plan.arch, make_mesh(), Transport(), 16, torch.device("cpu"))
     optimizer = make_optimizer(plan.cfg, trainee.shard)
-    state, _ = Checkpoints(plan, trainee.shard, optimizer, ONE_RANK, print).restore()
+    state, _ = Checkpoints(plan, trainee.shard, optimizer, ONE_RANK).restore()
     return plan, trainee, state.data_position
 
 

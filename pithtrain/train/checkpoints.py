@@ -9,10 +9,9 @@ from torch import Tensor
 
 from pithtrain.checkpoint import Ranks, SaveFailed, Saver, TrainState, import_weights, latest, load
 from pithtrain.checkpoint.folder import index_name, step_folders
-from pithtrain.checkpoint.state import MOMENTS, WEIGHT
-from pithtrain.models.architecture import Architecture
+from pithtrain.checkpoint.state import WEIGHT
 from pithtrain.models.qwen3_moe import Qwen3MoE
-from pithtrain.optim import AdamW, Optimizer
+from pithtrain.optim import Optimizer
 from pithtrain.parallel.shard import Flat, Shard
 from pithtrain.train.plan import Plan
 
@@ -42,29 +41,22 @@ class ShardState:
         return self.shard.masters() if kind == WEIGHT else self.optimizer.state()[kind]
 
 
-def _sparse_layers(arch: Architecture) -> list[str]:
-    return [f"layers.{index}" for index, sparse in enumerate(arch.sparse_layers) if sparse]
-
-
 class Checkpoints:
-    """A run's checkpoints. Every method is collective; a save that fails is told by `say`, and the run goes on."""
+    """A run's checkpoints. Every method is collective; a save that fails is told by rank 0, and the run goes on."""
 
-    def __init__(
-        self, plan: Plan, shard: Shard, optimizer: Optimizer, ranks: Ranks, say: Callable[[str], None]
-    ) -> None:
-        self.plan, self.ranks, self.say = plan, ranks, say
-        self.folder = plan.cfg.run.folder / CHECKPOINTS
-        self.problem = ""  # why the newest save failed
+    def __init__(self, plan: Plan, shard: Shard, optimizer: Optimizer, ranks: Ranks) -> None:
+        self._plan, self._ranks = plan, ranks
         self._state, self._family = ShardState(shard, optimizer), Qwen3MoE.of(plan.arch)
-        options = plan.cfg.checkpoint
-        moments = MOMENTS if options.optimizer and isinstance(optimizer, AdamW) else ()
-        self._saver = Saver(self.folder, ranks, keep=options.keep, background=options.background, moments=moments)
+        self._sparse_layers = [f"layers.{i}" for i, sparse in enumerate(plan.arch.sparse_layers) if sparse]
+        self._problem = ""  # why the newest save failed
+        options, self._folder = plan.cfg.checkpoint, plan.cfg.run.folder / CHECKPOINTS
+        moments = tuple(optimizer.state()) if options.optimizer else ()
+        self._saver = Saver(self._folder, ranks, keep=options.keep, background=options.background, moments=moments)
 
     def save(self, state: TrainState, expert_bias: Tensor | None) -> None:
         """Saves, or has a copy saved in the background. expert_bias: [M, E]."""
         self.finish()
-        rows = [] if expert_bias is None else list(expert_bias)
-        biases = dict(zip(_sparse_layers(self.plan.arch), rows, strict=False))
+        biases = {} if expert_bias is None else dict(zip(self._sparse_layers, expert_bias, strict=True))
         self._try(lambda: self._saver.save(self._state, self._family, state, biases))
 
     def poll(self) -> None:
@@ -74,73 +66,68 @@ class Checkpoints:
     def finish(self) -> str:
         """Waits for the save in flight; why the newest failed, "" if it did not."""
         self._try(self._saver.wait)
-        return self.problem
+        return self._problem
 
     def _try(self, action: Callable[[], Path | None]) -> None:
         try:
             if action() is not None:
-                self.problem = ""
+                self._problem = ""
         except SaveFailed as error:
-            self.problem = str(error)
-            self.say(f"checkpoint: {error}")
+            self._problem = str(error)
+            self._say(f"checkpoint: {error}")
+
+    def _say(self, message: str) -> None:
+        if self._ranks.rank == 0:
+            print(message, flush=True)
 
     def restore(self) -> tuple[TrainState, Tensor | None]:
-        """The state to go on from, weights and moments in place, and the routing biases if there are any."""
-        cfg, shard = self.plan.cfg, self._state.shard
-        path = self._find()
-        if path is not None:
+        """The state to go on from, weights and moments in place, and the routing biases [M, E] if there are any."""
+        cfg, shard = self._plan.cfg, self._state.shard
+        if path := self._find():
             state, biases = self._load(path)
         else:
             state, biases = TrainState(0, 0, 0, 0), {}
             if cfg.model.weights is None:
                 shard.initialise(cfg.train.seed)
             else:
-                biases = import_weights(cfg.model.weights, self._state, self._family, self.ranks)
+                biases = import_weights(cfg.model.weights, self._state, self._family, self._ranks)
         shard.gather()
-        mesh = self.plan.shape._asdict()
-        return replace(state, config_fingerprint=self.plan.fingerprint, mesh=mesh), self._expert_bias(biases)
+        state = replace(state, config_fingerprint=self._plan.fingerprint, mesh=self._plan.shape._asdict())
+        if not biases and not cfg.balance.bias_update_rate:
+            return state, None
+        zeros = torch.zeros(self._plan.arch.num_experts)
+        rows = [biases.get(name, zeros) for name in self._sparse_layers]
+        return state, torch.stack(rows).to(shard.buckets["dense"].values.device)
 
     def _find(self) -> Path | None:
-        match self.plan.cfg.checkpoint.resume:
-            case "never":
-                if step_folders(self.folder):
-                    raise ValueError(
-                        f'checkpoint.resume = "never", but {self.folder} holds the checkpoints of another run; '
-                        "name a new run.folder, or remove them"
-                    )
-                return None
-            case "latest":
-                path, skipped = latest(self.folder, self.ranks)
-                for reason in skipped:
-                    self.say(f"checkpoint skipped: {reason}")
-                return path
-            case path:
-                return path
+        resume = self._plan.cfg.checkpoint.resume
+        if resume == "latest":
+            path, skipped = latest(self._folder, self._ranks)
+            for reason in skipped:
+                self._say(f"checkpoint skipped: {reason}")
+            return path
+        if resume != "never":
+            return resume
+        if step_folders(self._folder):
+            raise ValueError(
+                f'checkpoint.resume = "never", but {self._folder} holds the checkpoints of another run; '
+                "name a new run.folder, or remove them"
+            )
+        return None
 
     def _load(self, path: Path) -> tuple[TrainState, dict[str, Tensor]]:
-        cfg, optimizer = self.plan.cfg, self._state.optimizer
-        wanted = MOMENTS if isinstance(optimizer, AdamW) else ()
+        cfg, wanted = self._plan.cfg, self._state.optimizer.state()
         moments = [kind for kind in wanted if (path / index_name(kind)).is_file()]
         verified = cfg.checkpoint.resume == "latest"
-        state, biases = load(path, self._state, self._family, self.ranks, moments=moments, verified=verified)
-        self.say(f"resumed from {path}")
+        state, biases = load(path, self._state, self._family, self._ranks, moments=moments, verified=verified)
+        self._say(f"resumed from {path}")
         if len(moments) < len(wanted):
-            self.say("the checkpoint has no moments of the optimizer: they start from zero, so the run differs")
+            self._say("the checkpoint has no moments of the optimizer: they start from zero, so the run differs")
             state = replace(state, optimizer_steps=0)
-        if state.config_fingerprint != self.plan.fingerprint:
-            was, now = state.config_fingerprint[:12], self.plan.fingerprint[:12]
-            self.say(
-                f"the run's config is not the checkpoint's (fingerprint {now}, was {was}): it goes on with the new one"
-            )
+        was, now = state.config_fingerprint, self._plan.fingerprint
+        if was != now:
+            numbers = f"fingerprint {now[:12]}, was {was[:12]}"
+            self._say(f"the run's config is not the checkpoint's ({numbers}): it goes on with the new one")
         if state.nonfinite_in_a_row >= cfg.train.max_nonfinite_steps:
             state = replace(state, nonfinite_in_a_row=0)
         return state, biases
-
-    def _expert_bias(self, biases: dict[str, Tensor]) -> Tensor | None:
-        """[M, E] fp32 on the model's device: those of the checkpoint, else zeros where balancing changes them."""
-        arch = self.plan.arch
-        if not biases and not self.plan.cfg.balance.bias_update_rate:
-            return None
-        zeros = torch.zeros(arch.num_experts)
-        rows = [biases.get(name, zeros) for name in _sparse_layers(arch)]
-        return torch.stack(rows).to(self._state.shard.buckets["dense"].values.device)

@@ -6,10 +6,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,19 @@ from pithtrain.train.plan import RESOLVED, Plan, dry_run, make_plan, write_resol
 from pithtrain.train.watch import COMPLETE, FAILED, REFUSED, Status, Watch
 
 
-@dataclass(frozen=True)
-class Place:
-    """This rank's place in the world, as torchrun tells it; alone, a world of one."""
+class Place(NamedTuple):
+    """This rank's place in the world; a machine's ranks follow one another."""
 
     rank: int
     local_rank: int
     local_world_size: int
     world_size: int
 
-    @staticmethod
-    def read() -> "Place":
-        defaults = (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1))
-        return Place(*(int(os.environ.get(name, default)) for name, default in defaults))
+
+def _place() -> Place:
+    """As torchrun tells it; alone, a world of one."""
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 1}
+    return Place(*(int(os.environ.get(name, default)) for name, default in alone.items()))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,30 +48,25 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="check the run and print what it would be")
     arguments = parser.parse_args(argv)
-    place = Place.read()
+    place, source = _place(), str(arguments.run)
     cfg: RunConfig | None = None
     try:
         cfg = load(arguments.run, arguments.set)
         if arguments.dry_run:
             world_size = place.world_size if "WORLD_SIZE" in os.environ else smallest_world(cfg.mesh)
-            text = dry_run(cfg, world_size, str(arguments.run))
-            print(text if place.rank == 0 else "", end="\n" if place.rank == 0 else "")
+            described = dry_run(cfg, world_size, source)
+            if place.rank == 0:
+                print(described)
             return COMPLETE
-        plan = make_plan(cfg, str(arguments.run), place.world_size)
-        device = _device(place)
+        plan, device = make_plan(cfg, source, place.world_size), _device(place)
     except ValueError as error:
-        return _refuse(cfg, place, error)
+        if place.local_rank:  # every rank of a machine finds the same, and the first one there says it
+            return COMPLETE
+        print(error, file=sys.stderr, flush=True)
+        if cfg is not None:
+            Status(cfg.run.folder / "status.json", place.rank).write(REFUSED, str(error), 0)
+        return REFUSED
     return _run(plan, place, device)
-
-
-def _refuse(cfg: RunConfig | None, place: Place, error: ValueError) -> int:
-    """Every rank of a machine finds the same; the first one there says it."""
-    if place.local_rank:
-        return COMPLETE
-    print(error, file=sys.stderr, flush=True)
-    if cfg is not None:
-        Status(cfg.run.folder / "status.json", place.rank).write(REFUSED, str(error), 0)
-    return REFUSED
 
 
 def _device(place: Place) -> torch.device:
@@ -89,16 +84,17 @@ def _device(place: Place) -> torch.device:
 def _run(plan: Plan, place: Place, device: torch.device) -> int:
     status = Status(plan.cfg.run.folder / "status.json", place.rank)
     if place.rank == 0:
-        status.clear()
+        status.path.unlink(missing_ok=True)
         write_resolved(plan)
+    first = place.rank - place.local_rank
     with Watch(status, plan.cfg.train.hang_timeout) as watch:
         try:
             _prepare_torch(plan, place, device)
-            ending = train(plan, device, watch)
+            ending = train(plan, device, watch, range(first, first + place.local_world_size))
         except BaseException as error:  # noqa: BLE001 - whatever ended this rank is shown and recorded
             error.add_note(f"on rank {place.rank} of {place.world_size}, in the step after step {watch.step}")
             traceback.print_exc()
-            status.fail(FAILED, f"{type(error).__name__}: {error}", watch.step)
+            status.write(FAILED, f"{type(error).__name__}: {error}", watch.step)
             return FAILED
     if place.rank == 0:
         status.write(ending.exit_code, ending.reason, ending.step)
@@ -119,14 +115,14 @@ def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
     if cuda:
         torch.cuda.set_device(device)
     if place.world_size > 1:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        patience = plan.cfg.train.hang_timeout + 30  # the watch comes first: it says more
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        patience = timedelta(seconds=plan.cfg.train.hang_timeout + 30)  # the watch comes first: it says more
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
 
 
 def _last_words(plan: Plan, ending: Ending) -> str:
     """What the run left and how to go on, for its user."""
     folder, pith = _shown(plan.cfg.run.folder), _shown(Path(sys.executable).with_name("pith"))
+    newest = f"{CHECKPOINTS}/step-{ending.step:08d}"
     again = f"{pith} train {folder}/{RESOLVED} --nproc {prod(plan.shape)}"
     if plan.cfg.checkpoint.resume != "latest":
         again += " --set checkpoint.resume=latest"
@@ -137,15 +133,13 @@ def _last_words(plan: Plan, ending: Ending) -> str:
             lines[-1] += f" (bigram entropy of the training data: {bigram_entropy(plan.train):.4f})"
     lines += [
         f"run folder: {folder}",
-        f"  {CHECKPOINTS}/step-{ending.step:08d}  the model as a Hugging Face folder, and all a resume needs",
+        f"  {newest}  the model as a Hugging Face folder, and all a resume needs",
         f"  metrics.jsonl  every step     {RESOLVED}  the whole run file     status.json  how it ended",
         "what next:",
     ]
     if ending.exit_code == COMPLETE:
-        lines += [
-            f"  {pith} export {folder}/{CHECKPOINTS}/step-{ending.step:08d} OUT  the model alone",
-            f"  {again} --set train.steps={2 * ending.step}  train longer from here",
-        ]
+        lines.append(f"  {pith} export {folder}/{newest} OUT  the model alone")
+        lines.append(f"  {again} --set train.steps={2 * ending.step}  train longer from here")
     else:
         lines.append(f"  {again}  goes on from the newest whole checkpoint")
     return "\n".join(lines)

@@ -6,36 +6,32 @@ Stopped after any step, a run that is started again goes on as if it had never b
 B sequences of a global batch, S tokens a sequence, M sparse layers, E experts.
 """
 
+import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pithtrain import metrics
 from pithtrain.checkpoint import Ranks, TrainState
 from pithtrain.config import RunConfig
 from pithtrain.data import validation_batches
 from pithtrain.layers.balance import Objective
-from pithtrain.metrics import (
-    Display,
-    MetricsWriter,
-    expert_load,
-    flops_per_token,
-    mfu,
-    peak_flops,
-    peak_memory,
-    read_metrics,
-)
 from pithtrain.ops.host import read_ints
 from pithtrain.optim import SGD, AdamW, LearningRate, Optimizer
-from pithtrain.parallel.mesh import Axis, make_mesh
+from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.shard import Shard
 from pithtrain.parallel.transport import AllReduce, Transport
-from pithtrain.step import Trainee, Update, balanced, build, evaluate, learned, rooms, train_step
+from pithtrain.step import Trainee, Update, balanced, build, evaluate, rooms, train_step
 from pithtrain.train.checkpoints import Checkpoints
 from pithtrain.train.plan import Plan
-from pithtrain.train.watch import COMPLETE, FAILED, NONFINITE, STOPPED, Watch, own_address
+from pithtrain.train.watch import COMPLETE, FAILED, NONFINITE, STOPPED, Watch
+
+Record = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -48,92 +44,63 @@ class Ending:
     validation_loss: float | None = None
 
 
-class Report:
-    """metrics.jsonl and the display, on rank 0; nothing on other ranks. Use as a context."""
-
-    def __init__(self, cfg: RunConfig, rank: int) -> None:
-        self._cfg, self._speaks = cfg, rank == 0
-        self._writer: MetricsWriter | None = None
-        self._display: Display | None = None
-        self.validated: float | None = None  # the validation loss that metrics.jsonl has for the first step
-
-    def open(self, step: int) -> None:
-        """From now on records follow those up to `step`."""
-        if not self._speaks:
-            return
-        folder = self._cfg.run.folder
-        self._writer = MetricsWriter(folder, step)
-        self.validated = next((r["validation_loss"] for r in read_metrics(folder)[::-1] if _validates(r, step)), None)
-        self._display = Display(self._cfg.train.steps, step, self._cfg.run.log_interval)
-        self._display.__enter__()
-
-    def __enter__(self) -> "Report":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._display is not None:
-            self._display.__exit__(None, None, None)
-
-    def record(self, record: dict[str, Any]) -> None:
-        if self._writer is not None and self._display is not None:
-            self._writer.write(record)
-            self._display.update(record)
-
-    def say(self, message: str) -> None:
-        if self._display is not None:
-            self._display.say(message)
-        elif self._speaks:
-            print(message, flush=True)
-
-
-def _validates(record: dict[str, Any], step: int) -> bool:
-    return record["step"] == step and "validation_loss" in record
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
-    """All that stays the same from step to step. peak: FLOP/s of one device, where known."""
+    """All that stays the same from step to step."""
 
     plan: Plan
     trainee: Trainee
     optimizer: Optimizer
-    ranks: Ranks
     watch: Watch
-    report: Report
-    checkpoints: Checkpoints
-    peak: float | None
+
+    def total(self, numbers: list[int]) -> list[int]:
+        """Collective. The sums over all ranks."""
+        ours = torch.tensor(numbers, device=self.trainee.device)
+        (summed,) = self.trainee.transport.run(AllReduce(ours, self.trainee.mesh.world))
+        self.watch.moved()
+        return read_ints(summed)
+
+    def agree(self, ok: bool) -> bool:
+        """Collective. Whether every rank says yes."""
+        return self.total([int(not ok)]) == [0]
 
 
-def train(plan: Plan, device: torch.device, watch: Watch) -> Ending:
-    """Trains in the world that is running; every rank calls it."""
-    mesh, transport = make_mesh(*plan.shape), Transport()
-    with Report(plan.cfg, mesh.rank) as report:
-        trainee = build(plan.arch, mesh, transport, plan.cfg.data.sequence_length, device)
-        ranks = Ranks(mesh.rank, mesh.world_size, lambda ok: _agree(ok, transport, mesh.world, device, watch))
-        watch.look_after(_addresses(transport, mesh.world, device))
-        optimizer = make_optimizer(plan.cfg, trainee.shard)
-        checkpoints = Checkpoints(plan, trainee.shard, optimizer, ranks, report.say)
-        known = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        peak = plan.cfg.run.peak_flops or known
-        return _loop(Run(plan, trainee, optimizer, ranks, watch, report, checkpoints, peak))
+def train(plan: Plan, device: torch.device, watch: Watch, local_ranks: range) -> Ending:
+    """Trains in the world that is running; every rank calls it. local_ranks: those of this machine."""
+    mesh = make_mesh(*plan.shape)
+    trainee = build(plan.arch, mesh, Transport(), plan.cfg.data.sequence_length, device)
+    run = Run(plan, trainee, make_optimizer(plan.cfg, trainee.shard), watch)
+    pids = run.total([os.getpid() if rank == mesh.rank else 0 for rank in range(mesh.world_size)])
+    watch.peers = {rank: pids[rank] for rank in local_ranks if rank != mesh.rank}
+    checkpoints = Checkpoints(plan, trainee.shard, run.optimizer, Ranks(mesh.rank, mesh.world_size, run.agree))
+    state, bias = checkpoints.restore()
+    with _reporting(plan.cfg, mesh.rank, state.step) as record:
+        return _loop(run, checkpoints, record, state, bias)
 
 
-def _agree(ok: bool, transport: Transport, world: Axis, device: torch.device, watch: Watch) -> bool:
-    """Collective. Whether every rank says yes."""
-    (refusals,) = transport.run(AllReduce(torch.tensor([int(not ok)], device=device), world))
-    watch.moved()
-    return read_ints(refusals) == [0]
+@contextmanager
+def _reporting(cfg: RunConfig, rank: int, step: int) -> Iterator[Record]:
+    """What writes a record to metrics.jsonl, behind those up to `step`, and shows it; on rank 0 alone."""
+    if rank:
+        yield lambda record: None
+        return
+    display = metrics.Display(cfg.train.steps, step, cfg.run.log_interval)
+    with closing(metrics.MetricsWriter(cfg.run.folder, step)) as writer, display:
+
+        def report(record: dict[str, Any]) -> None:
+            writer.write(record)
+            display.update(record)
+
+        yield report
 
 
-def _addresses(transport: Transport, world: Axis, device: torch.device) -> list[tuple[int, int]]:
-    """Collective. Every rank's machine and process id."""
-    table = torch.zeros(world.size, 2, dtype=torch.int64)
-    table[world.index] = torch.tensor(own_address())
-    (table,) = transport.run(AllReduce(table.to(device), world))
-    numbers = read_ints(table.flatten())
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+def _validated(run: Run, step: int) -> float | None:
+    """The validation loss that metrics.jsonl has for `step`, on rank 0."""
+    if run.trainee.mesh.rank:
+        return None
+    records = metrics.read_metrics(run.plan.cfg.run.folder)
+    found = [record["validation_loss"] for record in records if record["step"] == step and "validation_loss" in record]
+    return found[-1] if found else None
 
 
 def make_optimizer(cfg: RunConfig, shard: Shard) -> Optimizer:
@@ -152,12 +119,10 @@ def make_schedule(cfg: RunConfig) -> LearningRate:
     return LearningRate(s.kind, cfg.optim.lr, cfg.train.steps, s.warmup_steps, s.decay_steps, s.min_lr_ratio)
 
 
-def _loop(run: Run) -> Ending:
-    cfg, checkpoints = run.plan.cfg, run.checkpoints
-    state, bias = checkpoints.restore()
-    run.report.open(state.step)
-    loss, saved = run.report.validated, state.step
-    validated = state.step if state.step == 0 or not run.ranks.agree(loss is None) else -1
+def _loop(run: Run, checkpoints: Checkpoints, record: Record, state: TrainState, bias: Tensor | None) -> Ending:
+    cfg, saved = run.plan.cfg, state.step
+    loss = _validated(run, state.step)
+    validated = state.step if state.step == 0 or not run.agree(loss is None) else -1
     while True:
         ending = _ending(run, state)
         complete = ending is not None and ending.exit_code == COMPLETE
@@ -165,12 +130,15 @@ def _loop(run: Run) -> Ending:
             checkpoints.save(state, bias)
             saved = state.step
         if state.step != validated and (complete or (not ending and _is_due(state.step, cfg.train.eval_interval))):
-            loss = _validate(run, state.step, bias)
             validated = state.step
+            loss = _validate(run, bias)
+            if loss is not None:
+                record({"step": state.step, "validation_loss": loss})
             ending = _stopped(run, state.step) or ending
         if ending:
             break
-        state, bias = _step(run, state, bias)
+        state, bias, line = _step(run, state, bias)
+        record(line)
         checkpoints.poll()
     if problem := checkpoints.finish():
         ending = Ending(FAILED, f"the last checkpoint was not saved: {problem}", state.step)
@@ -199,13 +167,13 @@ def _ending(run: Run, state: TrainState) -> Ending | None:
 def _stopped(run: Run, step: int) -> Ending | None:
     """Collective. Every rank stops once any got a signal."""
     stop = run.watch.stop_signal
-    if run.ranks.agree(not stop):
+    if run.agree(not stop):
         return None
     return Ending(STOPPED, f"stopped by {stop or 'a signal to another rank'}; the same command goes on from here", step)
 
 
-def _step(run: Run, state: TrainState, bias: Tensor | None) -> tuple[TrainState, Tensor | None]:
-    """One step: its update, the state after it, its record."""
+def _step(run: Run, state: TrainState, bias: Tensor | None) -> tuple[TrainState, Tensor | None, dict[str, Any]]:
+    """One step: the state and the biases after it, and its line of metrics.jsonl."""
     cfg, trainee, mesh = run.plan.cfg, run.trainee, run.trainee.mesh
     size, length, n = cfg.batch.global_batch_size, cfg.data.sequence_length, cfg.batch.num_microbatches
     started = time.perf_counter()
@@ -224,35 +192,30 @@ def _step(run: Run, state: TrainState, bias: Tensor | None) -> tuple[TrainState,
         clip_norm=cfg.optim.clip_norm or None,
         expert_bias=bias,
         bias_rate=cfg.balance.bias_update_rate,
-        choices=balanced(trainee, n) if cfg.train.routing == "balanced" else learned(trainee, n, bias),
+        choices=balanced(trainee, n) if cfg.train.routing == "balanced" else None,
     )
     if trainee.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    state = _after(state, update.applied, size, size * length)
     trainee.transport.records.clear()
-    run.watch.moved(state.step)
-    run.report.record(_record(run, state, update, lr, size * length / seconds))
-    return state, update.expert_bias
-
-
-def _after(state: TrainState, applied: bool, sequences: int, tokens: int) -> TrainState:
-    """The state after a step; one that was skipped counts and uses its data up."""
-    return replace(
+    state = replace(
         state,
         step=state.step + 1,
-        optimizer_steps=state.optimizer_steps + applied,
-        data_position=state.data_position + sequences,
-        tokens_seen=state.tokens_seen + tokens * applied,
-        nonfinite_in_a_row=0 if applied else state.nonfinite_in_a_row + 1,
-        nonfinite_total=state.nonfinite_total + (not applied),
+        optimizer_steps=state.optimizer_steps + update.applied,
+        data_position=state.data_position + size,
+        tokens_seen=state.tokens_seen + size * length * update.applied,
+        nonfinite_in_a_row=0 if update.applied else state.nonfinite_in_a_row + 1,
+        nonfinite_total=state.nonfinite_total + (not update.applied),
     )
+    run.watch.step = state.step
+    return state, update.expert_bias, _line(run, state, update, lr, size * length / seconds)
 
 
-def _record(run: Run, state: TrainState, update: Update, lr: float, tokens_per_second: float) -> dict[str, Any]:
+def _line(run: Run, state: TrainState, update: Update, lr: float, tokens_per_second: float) -> dict[str, Any]:
     """A step's line of metrics.jsonl; norms are those before clipping, loads the busiest expert's over the mean."""
-    found, trainee = update.gradients, run.trainee
-    cost = flops_per_token(trainee.model.arch, run.plan.cfg.data.sequence_length)
+    cfg, found, device, world_size = run.plan.cfg, update.gradients, run.trainee.device, run.trainee.mesh.world_size
+    cost = metrics.flops_per_token(run.plan.arch, cfg.data.sequence_length)
+    known = metrics.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return {
         "step": state.step,
         "loss": found.loss,
@@ -264,27 +227,27 @@ def _record(run: Run, state: TrainState, update: Update, lr: float, tokens_per_s
         "skipped": not update.applied,
         "nonfinite_total": state.nonfinite_total,
         "tokens_seen": state.tokens_seen,
-        "expert_load": expert_load(found.num_tokens_per_expert.tolist()),
+        "expert_load": metrics.expert_load(found.num_tokens_per_expert.tolist()),
         "tokens_per_second": tokens_per_second,
-        "mfu": mfu(tokens_per_second, cost, run.peak, trainee.mesh.world_size),
-        "peak_memory": peak_memory(trainee.device.type),
+        "mfu": metrics.mfu(tokens_per_second, cost, cfg.run.peak_flops or known, world_size),
+        "peak_memory": metrics.peak_memory(device.type),
     }
 
 
-def _validate(run: Run, step: int, bias: Tensor | None) -> float | None:
-    """Collective. The loss on the validation data, recorded; None without such data or if a signal came meanwhile."""
+def _validate(run: Run, bias: Tensor | None) -> float | None:
+    """Collective. The loss on the validation data; None without such data or if a signal came meanwhile."""
     cfg, mesh, dataset = run.plan.cfg, run.trainee.mesh, run.plan.validation
     if dataset is None:
         return None
     size, length = cfg.batch.global_batch_size // cfg.batch.num_microbatches, cfg.data.sequence_length
-    limit = cfg.train.eval_batches * cfg.batch.global_batch_size or None
-    left = dataset.num_samples(length) if limit is None else min(limit, dataset.num_samples(length))
-    total, samples = 0.0, left
-    for batch in validation_batches(dataset, length, size, limit, mesh.data_rank, mesh.data_ranks):
-        total += evaluate(run.trainee, [batch], bias) * min(size, left)
-        left -= min(size, left)
+    samples = dataset.num_samples(length)
+    if cfg.train.eval_batches:
+        samples = min(samples, cfg.train.eval_batches * cfg.batch.global_batch_size)
+    total = 0.0
+    batches = validation_batches(dataset, length, size, samples, mesh.data_rank, mesh.data_ranks)
+    for first, batch in zip(range(0, samples, size), batches, strict=True):
+        total += evaluate(run.trainee, [batch], bias) * min(size, samples - first)
         run.trainee.transport.records.clear()
-        if not run.ranks.agree(not run.watch.stop_signal):
+        if not run.agree(not run.watch.stop_signal):
             return None
-    run.report.record({"step": step, "validation_loss": total / samples})
     return total / samples

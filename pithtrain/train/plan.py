@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from pithtrain.data import Dataset
 from pithtrain.metrics import flops_per_token, parameter_counts
 from pithtrain.models.architecture import Architecture, parameter_specs
 from pithtrain.models.qwen3_moe import load_architecture
-from pithtrain.parallel.mesh import DIMS, Axis, Mesh, groups_of
+from pithtrain.parallel.mesh import DIMS, Axis, Mesh
 from pithtrain.parallel.shard import Shard
 from pithtrain.parallel.transport import Transport
 
@@ -34,10 +34,9 @@ RESOLVED = "config.resolved.toml"
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A run that can be. `source`: the run file's name, for messages."""
+    """A run that can be."""
 
     cfg: RunConfig
-    source: str
     arch: Architecture
     shape: MeshShape
     train: Dataset
@@ -60,7 +59,7 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     shape = json.dumps(asdict(arch), sort_keys=True).encode()
     contents = {"model.config": hashlib.sha256(shape).hexdigest(), "data.train": train.index.inputs_sha256}
     mesh = resolve_mesh(cfg.mesh, world_size)
-    return Plan(cfg, source, arch, mesh, train, validation, fingerprint(cfg, contents))
+    return Plan(cfg, arch, mesh, train, validation, fingerprint(cfg, contents))
 
 
 def _try(problems: list[str], build: Callable[[], T]) -> T | None:
@@ -103,8 +102,7 @@ def dry_run(cfg: RunConfig, world_size: int, source: str = "run") -> str:
 
 def bytes_per_rank(plan: Plan) -> dict[str, int]:
     """Bytes that every rank holds for the whole run; its master shard is a part of its values."""
-    sizes = (plan.shape.pp, plan.shape.dp, plan.shape.cp, plan.shape.ep)
-    axes = {name: Axis(name, len(groups_of(sizes, name)[0]), 0, None) for name in DIMS}
+    axes = {name: Axis(name, prod(plan.shape[dim] for dim in dims), 0, None) for name, dims in DIMS.items()}
     mesh = Mesh(0, axes["world"].size, **axes)
     buckets = Shard.create(parameter_specs(plan.arch), mesh, Transport(), torch.device("meta")).buckets.values()
     moments = 2 if plan.cfg.optim.optimizer == "adamw" else 0
@@ -118,5 +116,5 @@ def bytes_per_rank(plan: Plan) -> dict[str, int]:
 def write_resolved(plan: Plan) -> None:
     """The resolved run file, in the run folder."""
     plan.cfg.run.folder.mkdir(parents=True, exist_ok=True)
-    path: Path = plan.cfg.run.folder / RESOLVED
+    path = plan.cfg.run.folder / RESOLVED
     path.write_text(f"# fingerprint {plan.fingerprint}\n{resolved_toml(plan.cfg)}", encoding="utf-8")
