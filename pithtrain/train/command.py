@@ -18,7 +18,7 @@ from pithtrain.config import ConfigError, RunConfig, load, smallest_world
 from pithtrain.data import bigram_entropy
 from pithtrain.train.checkpoints import CHECKPOINTS
 from pithtrain.train.loop import Ending, train
-from pithtrain.train.plan import RESOLVED, Plan, dry_run, make_plan, write_resolved
+from pithtrain.train.plan import RESOLVED, Plan, dry_run, make_plan, resolved_toml
 from pithtrain.train.watch import COMPLETE, FAILED, REFUSED, Status, Watch
 
 
@@ -82,10 +82,13 @@ def _device(place: Place) -> torch.device:
 
 
 def _run(plan: Plan, place: Place, device: torch.device) -> int:
-    status = Status(plan.cfg.run.folder / "status.json", place.rank)
+    folder = plan.cfg.run.folder
+    status = Status(folder / "status.json", place.rank)
     if place.rank == 0:
         status.path.unlink(missing_ok=True)
-        write_resolved(plan)
+        folder.mkdir(parents=True, exist_ok=True)
+        resolved = f"# fingerprint {plan.fingerprint}\n{resolved_toml(plan.cfg)}"
+        (folder / RESOLVED).write_text(resolved, encoding="utf-8")
     first = place.rank - place.local_rank
     with Watch(status, plan.cfg.train.hang_timeout) as watch:
         try:

@@ -46,16 +46,16 @@ class Plan:
 
 def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     """The run, every file it reads opened. Raises ConfigError with all that makes it impossible."""
-    problems = check_files(cfg)
-    _raise(source, problems)
+    if problems := check_files(cfg):
+        raise ConfigError(refusal(source, problems))
     arch = _try(problems, lambda: load_architecture(str(cfg.model.config)))
     train = _try(problems, lambda: Dataset.open(cfg.data.train, cfg.train.seed))
     held_out = cfg.data.validation
     validation = None if held_out is None else _try(problems, lambda: Dataset.open(held_out))
     if arch is not None and train is not None:
         problems += check_run(cfg, arch, world_size, train, validation)
-    _raise(source, problems)
-    assert arch is not None and train is not None
+    if problems or arch is None or train is None:
+        raise ConfigError(refusal(source, problems))
     shape = json.dumps(asdict(arch), sort_keys=True).encode()
     contents = {"model.config": hashlib.sha256(shape).hexdigest(), "data.train": train.index.inputs_sha256}
     mesh = resolve_mesh(cfg.mesh, world_size)
@@ -68,11 +68,6 @@ def _try(problems: list[str], build: Callable[[], T]) -> T | None:
     except ValueError as error:
         problems.append(str(error))
         return None
-
-
-def _raise(source: str, problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(refusal(source, problems))
 
 
 def resolved_toml(cfg: RunConfig) -> str:
@@ -111,10 +106,3 @@ def bytes_per_rank(plan: Plan) -> dict[str, int]:
         "gradients": sum(bucket.grads.nbytes for bucket in buckets),
         "moments": moments * sum(bucket.master.nbytes for bucket in buckets),
     }
-
-
-def write_resolved(plan: Plan) -> None:
-    """The resolved run file, in the run folder."""
-    plan.cfg.run.folder.mkdir(parents=True, exist_ok=True)
-    path = plan.cfg.run.folder / RESOLVED
-    path.write_text(f"# fingerprint {plan.fingerprint}\n{resolved_toml(plan.cfg)}", encoding="utf-8")
