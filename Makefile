@@ -31,7 +31,7 @@ train: env
 	$(BIN)/pith train examples/small.toml $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not prove'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not prove'
 
 # Hours rather than minutes; an interrupted run goes on where it stopped. Writes PROOF.md.
 prove: env
