@@ -24,50 +24,69 @@ FIXED: dict[str, Any] = {
 
 def _refuse_what_is_not_built(config: Mapping[str, Any]) -> None:
     for key, expected in FIXED.items():
-        got = config.get(key, expected)
-        if key != "architectures" and got != expected:
+        if key != "architectures" and (got := config.get(key, expected)) != expected:
             raise ValueError(f"config.json: {key} is {got!r}; only {expected!r} is supported for Qwen3-MoE")
-    scaling = config.get("rope_scaling")
-    kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
-    if scaling is not None or kind != "default":
+
+
+def _read(config: Mapping[str, Any], key: str, default: int | float | None = None) -> Any:
+    """A value of the kind `default` has (None: a whole number that must be there), above 0 unless true or false."""
+    value: Any = default if config.get(key) is None else config[key]
+    kind = int if default is None else type(default)
+    if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is not bool and not value > 0):
+        wanted = {int: "a whole number above 0", float: "a number above 0", bool: "true or false"}[kind]
+        raise ValueError(f"config.json: {key} is {'missing' if value is None else repr(value)}; expected {wanted}")
+    return value
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of RoPE, in either spelling of transformers. ValueError where RoPE is scaled."""
+    rope = dict(config.get("rope_parameters") or {})
+    scaling = config.get("rope_scaling") or rope.get("rope_type", rope.get("type", "default"))
+    if scaling != "default":
         raise ValueError(
-            f"config.json: rope scaling {scaling or kind!r} is not supported; only unscaled RoPE is: "
-            'set rope_scaling to null (rope_parameters.rope_type to "default")'
+            f"config.json: rope scaling {scaling!r} is not supported; set rope_scaling to null, rope_type to default"
         )
+    return float(_read({**config, **rope}, "rope_theta", 10000.0))
 
 
-def _read(config: Mapping[str, Any], *keys: str) -> Any:
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    raise ValueError(f"config.json: {keys[0]!r} is missing; Qwen3-MoE needs it")
+def _fitting(arch: Architecture) -> Architecture:
+    heads, groups, experts = arch.num_attention_heads, arch.num_key_value_heads, arch.num_experts
+    checks = (
+        (heads % groups == 0, f"num_attention_heads is {heads}; expected a multiple of num_key_value_heads, {groups}"),
+        (arch.head_dim % 2 == 0, f"head_dim is {arch.head_dim}; expected an even number, since RoPE turns pairs"),
+        (arch.top_k <= experts, f"num_experts_per_tok is {arch.top_k}; expected at most num_experts, {experts}"),
+    )
+    for fits, problem in checks:
+        if not fits:
+            raise ValueError(f"config.json: {problem}")
+    return arch
 
 
 def from_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a Qwen3-MoE config.json describes. ValueError for what the trainer does not build."""
+    """The architecture that a Qwen3-MoE config.json describes; null means absent. ValueError for what is not built."""
     _refuse_what_is_not_built(config)
     layers, heads = _read(config, "num_hidden_layers"), _read(config, "num_attention_heads")
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    rope = config.get("rope_parameters") or {}
-    return Architecture(
+    dense, step = config.get("mlp_only_layers") or [], _read(config, "decoder_sparse_step", 1)
+    architecture = Architecture(
         vocab_size=_read(config, "vocab_size"),
         hidden_size=_read(config, "hidden_size"),
         num_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=_read(config, "num_key_value_heads"),
-        head_dim=config.get("head_dim") or _read(config, "hidden_size") // heads,
+        head_dim=_read(config, "head_dim", _read(config, "hidden_size") // heads),
         intermediate_size=_read(config, "intermediate_size"),
         moe_intermediate_size=_read(config, "moe_intermediate_size"),
-        num_experts=_read(config, "num_experts", "num_local_experts"),
+        num_experts=_read(config, "num_experts" if config.get("num_local_experts") is None else "num_local_experts"),
         top_k=_read(config, "num_experts_per_tok"),
-        norm_topk_prob=config.get("norm_topk_prob", False),
+        norm_topk_prob=_read(config, "norm_topk_prob", False),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=_read(config, "tie_word_embeddings", False),
+        rope_theta=_rope_theta(config),
+        rms_norm_eps=_read(config, "rms_norm_eps", 1e-6),
         max_position_embeddings=_read(config, "max_position_embeddings"),
-        initializer_range=config.get("initializer_range", 0.02),
+        initializer_range=_read(config, "initializer_range", 0.02),
     )
+    return _fitting(architecture)
 
 
 def to_hf_config(arch: Architecture) -> dict[str, Any]:
@@ -165,11 +184,13 @@ def load_architecture(config: str) -> Architecture:
     if config in PRESETS:
         text = resources.files("pithtrain.models").joinpath(f"presets/{config}.json").read_text()
         return from_hf_config(json.loads(text))
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
+    path = Path(config, "config.json") if Path(config).is_dir() else Path(config)
     if not path.is_file():
         raise ValueError(
             f"model.config: {config!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder "
             "with one; correct the path"
         )
-    return from_hf_config(json.loads(path.read_text()))
+    try:
+        return from_hf_config(dict(json.loads(path.read_bytes())))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model.config: {path}: {error}; correct the file, or name another") from error

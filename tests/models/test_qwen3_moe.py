@@ -1,6 +1,7 @@
 """Qwen3-MoE's config.json to an architecture and back."""
 
 import json
+import re
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -75,6 +76,9 @@ def test_what_a_config_leaves_out() -> None:
     arch = from_hf_config({key: value for key, value in TINY.items() if key not in left_out})
     assert (arch.head_dim, arch.norm_topk_prob, arch.rope_theta, arch.rms_norm_eps) == (8, False, 10000.0, 1e-6)
     assert arch.sparse_layers == (True, True, True)
+    assert arch == from_hf_config(TINY | dict.fromkeys(left_out)), "null is the same as absent"
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in TINY.items()}
+    assert from_hf_config(renamed) == from_hf_config(TINY)
 
 
 UNBUILT: list[tuple[dict[str, Any], str]] = [
@@ -83,17 +87,31 @@ UNBUILT: list[tuple[dict[str, Any], str]] = [
     ({"attention_dropout": 0.1}, r"attention_dropout is 0.1; only 0.0 is supported"),
     ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; only 'silu' is supported"),
     ({"model_type": "qwen3"}, r"model_type is 'qwen3'; only 'qwen3_moe' is supported"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope scaling .*yarn.* is not supported; .* set rope_scaling"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope scaling .*yarn.* is not supported; set rope_scaling"),
     (
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        r"rope scaling 'linear' is not supported; .* set rope",
+        r"rope scaling 'linear' is not supported; set rope",
     ),
-    ({"num_experts": None}, r"'num_experts' is missing; Qwen3-MoE needs it"),
-    ({"vocab_size": None}, r"'vocab_size' is missing"),
+    ({"rope_parameters": {"type": "linear", "factor": 2.0}}, r"rope scaling 'linear' is not supported"),
+    ({"num_experts": None}, r"num_experts is missing; expected a whole number above 0"),
+    ({"vocab_size": None}, r"vocab_size is missing"),
+]
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 9}, r"num_experts_per_tok is 9; expected at most num_experts, 8"),
+    ({"num_key_value_heads": 3}, r"num_attention_heads is 4; expected a multiple of num_key_value_heads, 3"),
+    ({"head_dim": 7}, r"head_dim is 7; expected an even number"),
+    ({"decoder_sparse_step": 0}, r"decoder_sparse_step is 0; expected a whole number above 0"),
+    ({"num_hidden_layers": 0}, r"num_hidden_layers is 0; expected a whole number above 0"),
+    ({"num_experts": 0}, r"num_experts is 0; expected a whole number above 0"),
+    ({"vocab_size": "96"}, r"vocab_size is '96'; expected a whole number above 0"),
+    ({"hidden_size": 32.5}, r"hidden_size is 32.5; expected a whole number above 0"),
+    ({"rms_norm_eps": "1e-6"}, r"rms_norm_eps is '1e-6'; expected a number above 0"),
+    ({"initializer_range": 0.0}, r"initializer_range is 0.0; expected a number above 0"),
+    ({"tie_word_embeddings": 1}, r"tie_word_embeddings is 1; expected true or false"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), UNBUILT, ids=[str(change) for change, _ in UNBUILT])
+@pytest.mark.parametrize(("change", "message"), UNBUILT + UNFIT, ids=[str(change) for change, _ in UNBUILT + UNFIT])
 def test_unbuilt_options_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_hf_config(TINY | change)
@@ -106,6 +124,10 @@ def test_a_model_is_named_by_preset_file_or_folder(tmp_path: Path) -> None:
     assert load_architecture("qwen3-moe-tiny") == from_hf_config(TINY)
     with pytest.raises(ValueError, match=r"model.config: 'qwen3-nope' is neither a preset \(qwen3-moe-tiny, .*correct"):
         load_architecture("qwen3-nope")
+    for text in (b"{", b"[1]", b"null", b"\xff", json.dumps(TINY | {"rope_parameters": "x"}).encode()):
+        (tmp_path / "config.json").write_bytes(text)
+        with pytest.raises(ValueError, match=rf"model.config: {re.escape(str(tmp_path / 'config.json'))}: .*correct"):
+            load_architecture(str(tmp_path))
 
 
 def test_the_large_preset_is_the_released_model() -> None:
