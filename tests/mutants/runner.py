@@ -104,17 +104,17 @@ def judge(mutant: Mutant) -> Verdict:
     return Verdict(mutant.id, None, "")
 
 
-def baseline(mutants: Sequence[Mutant]) -> list[str]:
+def baseline(mutants: Sequence[Mutant], workers: int = 2) -> list[str]:
     """Checks that fail in the unchanged tree."""
-    checks = dict.fromkeys([VERIFY, *(mutant.catcher for mutant in mutants)])
-    with tempfile.TemporaryDirectory() as folder:
+    checks = list(dict.fromkeys([VERIFY, *(mutant.catcher for mutant in mutants)]))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         copy_tree(Path(folder))
-        return [
-            f"{check} fails without any bug:\n{out}"
-            for check in checks
-            for ok, out in [passes(check, Path(folder))]
-            if not ok
-        ]
+        outcomes = list(pool.map(lambda check: passes(check, Path(folder)), checks))
+    return [
+        f"{check} fails without any bug:\n{output}"
+        for check, (passed, output) in zip(checks, outcomes, strict=True)
+        if not passed
+    ]
 
 
 def kept(key: str) -> dict[str, Verdict]:
