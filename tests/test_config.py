@@ -137,6 +137,10 @@ def test_words_of_a_path_field_are_not_taken_for_paths(run_file: Path) -> None:
         ("checkpoint.background=false", "checkpoint", "background", False),
         ("run.folder=/runs/a=b", "run", "folder", Path("/runs/a=b")),
         ("run.folder=/runs/2024", "run", "folder", Path("/runs/2024")),
+        ('run.folder="/runs/a b"', "run", "folder", Path("/runs/a b")),
+        ("run.folder=/runs/a b", "run", "folder", Path("/runs/a b")),
+        ('checkpoint.resume="latest"', "checkpoint", "resume", "latest"),
+        ("run.folder=~no such user/a", "run", "folder", Path.cwd() / "~no such user/a"),
     ],
 )
 def test_override(run_file: Path, override: str, section: str, field: str, value: object) -> None:

@@ -1,6 +1,7 @@
 """From a TOML file and `--set` overrides to a RunConfig, or to one message that lists everything wrong."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ def _parse_override(item: str) -> tuple[str, object]:
     section, _, name = key.partition(".")
     if not (equals and section and name) or "." in name:
         raise ConfigError(f"--set {item}: expected section.field=value; write it like --set optim.lr=1e-4")
-    return key, _absolute(key, text, Path.cwd()) if _is_path(key) else _toml_value(text)
+    value = _toml_value(text)
+    return key, _absolute(key, value if isinstance(value, str) else text, Path.cwd()) if _is_path(key) else value
 
 
 def _toml_value(text: str) -> object:
@@ -77,7 +79,7 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
     if not _is_path(key) or not isinstance(value, str) or not value:
         return value
     words = [word for member in get_args(FIELDS[key].annotation) for word in get_args(member)]
-    return value if value in words else folder / Path(value).expanduser()
+    return value if value in words else folder / os.path.expanduser(value)  # an unknown ~user stays as it is
 
 
 def _explain(error: ValidationError) -> list[str]:
