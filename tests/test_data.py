@@ -185,6 +185,7 @@ def test_a_tokenizers_file_gives_its_own_ids_and_end(words: Path, tmp_path: Path
     [
         ("not json", None, "not valid JSON"),
         ("{}", None, "no 'model'"),
+        ('{"model": {}}', None, r"bad\.json cannot be read"),
         (None, None, "neither 'bytes' nor a file"),
         ("words", "<stop>", "no token '<stop>'"),
     ],
@@ -217,6 +218,8 @@ def test_text_that_is_not_utf8_is_refused_or_skipped(tmp_path: Path) -> None:
         (b'{"body": "a"}', 'string "text"'),
         (b'{"text": 3}', 'string "text"'),
         (b'["text"]', 'string "text"'),
+        (b"[" * 100_000, "is not valid JSON .maximum recursion"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "is not valid JSON .Exceeds the limit"),
     ],
 )
 def test_a_bad_json_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -244,6 +247,7 @@ def test_impossible_inputs_are_refused(source: Path, tmp_path: Path) -> None:
         ("validation split has no tokens", lambda: prepare([source], out, holdout=1e-9)),
         ("reached twice", lambda: prepare([source, source / "aa"], out)),
         (r"holdout .* got 1", lambda: prepare([source], out, holdout=1.0)),
+        (r"shard_tokens .* got 0", lambda: prepare([source], out, shard_tokens=0)),
     ]
     for message, call in cases:
         with pytest.raises(ValueError, match=message):

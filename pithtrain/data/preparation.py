@@ -68,6 +68,8 @@ def prepare(
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"holdout must be a share of the documents in [0, 1), got {holdout}")
+    if shard_tokens < 1:
+        raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
     opened = open_tokenizer(tokenizer, end_token)
     files = find_files(sources, suffixes, exclude)
     recipe = [FORMAT, opened.sha256, opened.end_of_document, holdout, invalid, shard_tokens]

@@ -97,6 +97,6 @@ def _json_text(line: bytes, where: str) -> bytes:
         content = json.loads(line.decode(errors="surrogateescape"))
         if isinstance(content, dict) and isinstance(text := content.get("text"), str):
             return text.encode(errors="surrogatepass")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, thousands of brackets
         problem = f"is not valid JSON ({error})"
     raise ValueError(f'{where} {problem}; each line must be an object like {{"text": "..."}}')

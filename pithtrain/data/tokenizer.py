@@ -73,7 +73,10 @@ def _load(path: Path, data: bytes) -> Any:
         raise ValueError(f"tokenizer {path} is not valid JSON ({error}); give a tokenizer.json") from None
     if not isinstance(content, dict) or "model" not in content:
         raise ValueError(f"tokenizer {path} is JSON but has no 'model'; give a `tokenizers` tokenizer.json")
-    loaded = tokenizers.Tokenizer.from_buffer(data)
+    try:
+        loaded = tokenizers.Tokenizer.from_buffer(data)
+    except ValueError as error:
+        raise ValueError(f"tokenizer {path} cannot be read ({error}); give a tokenizer.json") from None
     loaded.encode_special_tokens = True
     loaded.no_truncation()
     loaded.no_padding()
