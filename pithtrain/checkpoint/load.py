@@ -138,11 +138,12 @@ def _find(folder: Path, kind: str, shapes: Mapping[str, Shape], dtypes: Sequence
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: cannot be read as safetensors ({error}); fetch it again") from error
         for name in file.keys():  # noqa: SIM118
+            if name in slices:
+                raise ValueError(f"{path}: {name} stands in another file too; fetch the folder again")
             slices[name] = file.get_slice(name)
             shape, dtype = tuple(slices[name].get_shape()), slices[name].get_dtype()
             if shape != shapes.get(name, shape):
-                expected = list(shapes[name])
-                raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {expected}; {_OTHERWISE}")
+                raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(shapes[name])}; {_OTHERWISE}")
             if dtype not in dtypes:
                 raise ValueError(f"{path}: {name} has dtype {dtype}, expected one of {list(dtypes)}; convert it first")
     missing, extra = sorted(shapes.keys() - slices.keys()), sorted(slices.keys() - shapes.keys())

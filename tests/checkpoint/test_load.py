@@ -202,6 +202,11 @@ def test_broken_released_folders_are_named(tmp_path, tensors):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "gone.safetensors")}))
     with pytest.raises(ValueError, match=r"hf/gone.safetensors"):
         import_weights(folder, state, family())
+    shutil.copy(folder / "model.safetensors", folder / "twice.safetensors")
+    names = ("model.safetensors", "twice.safetensors")
+    index.write_text(json.dumps({"weight_map": dict(zip(tensors, 2 * names, strict=False))}))
+    with pytest.raises(ValueError, match=r"hf/twice.safetensors: .* stands in another file too"):
+        import_weights(folder, state, family())
     index.unlink()
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match=r"hf/model.safetensors: cannot be read"):
