@@ -137,12 +137,16 @@ def balanced(trainee: Trainee, num_microbatches: int) -> Choices:
 def gradients(
     trainee: Trainee, batches: Sequence[Batch], objective: Objective, choices: Choices, compute: Compute
 ) -> Gradients:
-    """Forward and backward of this rank's micro-batches of a global batch, and the gradients' reduction."""
+    """Forward and backward of this rank's micro-batches of a global batch, and the gradients' reduction.
+
+    Weight gradients that wait in the queue of `compute` are added before it.
+    """
     totals, sums = count(trainee, batches), _Sums()
     trainee.shard.zero_grads()
     for index, batch in enumerate(batches):
         inputs = _inputs(trainee, batch, choices[index], 1 / max(totals.labels, 1))
         drive(trainee.transport, _microbatch(trainee, index, inputs, objective, totals, sums, compute))
+    compute.drain()
     return _reduce(trainee, totals, sums)
 
 
@@ -216,7 +220,7 @@ def _reduce(trainee: Trainee, totals: Totals, sums: _Sums) -> Gradients:
     zero = torch.zeros((), dtype=torch.float64, device=trainee.device)
     local = torch.stack([sum((x.double() for x in xs), zero) for xs in (sums.losses, sums.balance, sums.z)])
     (losses,) = trainee.transport.run(AllReduce(local, trainee.mesh.dense))
-    counts = torch.zeros(0, 0, dtype=torch.int64)
+    counts = torch.zeros(0, trainee.model.arch.num_experts, dtype=torch.int64)
     if sums.counts:
         (counts,) = trainee.transport.run(AllReduce(torch.stack(sums.counts).sum(0), trainee.mesh.dense))
     gap = torch.stack(sums.gaps).min() if sums.gaps else zero + math.inf

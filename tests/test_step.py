@@ -78,6 +78,40 @@ def test_no_label_at_all_gives_zero_not_nan() -> None:
     assert (result.loss, result.norm, result.num_labels, result.finite) == (0.0, 0.0, 0, True)
 
 
+def test_deferred_weight_gradients_are_in_the_result() -> None:
+    """A queue that nobody has drained loses nothing, and holds nothing after."""
+    batch, now, later = new_batch(B, S), new_trainee(S), new_trainee(S)
+    queue: list[Callable[[], None]] = []
+    expected = gradients(now, batch, MIXED, 2)
+    got = step.gradients(later, split(batch, 2), MIXED, step.learned(later, 2, None), Compute(deferred=queue))
+    assert queue == [] and got.norm == expected.norm
+    for name, grad in grads_of(later, got).items():
+        assert torch.equal(grad, grads_of(now, expected)[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_experts_takes_a_step(tied: bool) -> None:
+    """Balance losses are zero, counts and biases empty, gradients the reference's."""
+    arch = replace(ARCH, sparse_layers=(False,) * ARCH.num_layers, tie_word_embeddings=tied)
+    trainee, batch = new_trainee(S, arch), new_batch(B, S)
+    update = step.train_step(
+        trainee,
+        AdamW.create(trainee.shard, 0.9, 0.95, 1e-8, 0.1),
+        split(batch, 2),
+        MIXED,
+        lr=0.1,
+        updates=0,
+        clip_norm=None,
+        expert_bias=torch.zeros(0, ARCH.num_experts),
+        bias_rate=0.1,
+    )
+    result = update.gradients
+    assert update.applied and (result.balance_loss, result.z_loss, result.gap) == (0.0, 0.0, math.inf)
+    assert result.num_tokens_per_expert.shape == (0, ARCH.num_experts)
+    assert update.expert_bias is not None and update.expert_bias.shape == (0, ARCH.num_experts)
+    assert_agree(grads_of(trainee, result), expect(new_trainee(S, arch), batch).grads)
+
+
 def padded(batch: Batch, more: int, seed: int) -> Batch:
     """The batch with `more` positions of arbitrary tokens at the end of each sequence, marked as padding."""
     sequences, length = batch.tokens.shape

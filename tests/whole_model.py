@@ -144,7 +144,8 @@ def expect(
     z = sum((losses.z_loss(spread, objective.z_coef, batch.padding) for spread in spreads), zero)
     grads = torch.autograd.grad(loss + balance + z, list(weights.values()), materialize_grads=True)
     shaped = [routing.topk_expert_ids.view(*batch.tokens.shape, -1) for routing in routings]
-    counts = torch.stack([count_tokens_per_expert(layer, arch.num_experts, batch.padding) for layer in shaped])
+    empty = torch.zeros(0, arch.num_experts, dtype=torch.int64)
+    counts = torch.cat([empty, *(count_tokens_per_expert(x, arch.num_experts, batch.padding)[None] for x in shaped)])
     by_name = dict(zip(weights, grads, strict=True))
     return Expected(loss.detach(), balance.detach(), z.detach(), by_name, counts, shaped, logits.detach())
 

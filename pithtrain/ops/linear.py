@@ -35,6 +35,13 @@ class Compute:
         else:
             self.deferred.append(add)
 
+    def drain(self) -> None:
+        """Runs what is queued, in order, and empties the queue."""
+        for add in self.deferred or ():
+            add()
+        if self.deferred:
+            self.deferred.clear()
+
 
 @dataclass(frozen=True, eq=False)
 class Groups:
