@@ -127,10 +127,25 @@ def test_weights_of_another_run_are_where_a_run_starts(run: Path) -> None:
     assert second.validation_loss == pytest.approx(first.validation_loss, rel=1e-6)
 
 
-def test_never_resuming_beside_anothers_checkpoints_is_refused(run: Path) -> None:
+def test_where_a_run_cannot_start_or_write_is_refused_before_it_starts(run: Path) -> None:
     run_ranks(1, run, "train.steps=5")
-    with pytest.raises(Exception, match=r'checkpoint.resume = "never", but .*checkpoints of another run'):
-        run_ranks(1, run, "checkpoint.resume=never")
+    (run.parent / "file").write_text("")
+    for override, says in (
+        ("checkpoint.resume=never", r'checkpoint.resume = "never", but .*checkpoints of another run'),
+        (f"checkpoint.resume={run.parent}", r"checkpoint.resume: .*manifest.json is missing"),
+        (f"model.weights={run.parent}", r"model.weights = .*holds no .safetensors file"),
+        (f"run.folder={run.parent / 'file'}", r"run.folder = .*file is a file"),
+        (f"run.folder={run.parent / 'file' / 'below'}", r"run.folder = .*file is a file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            make_plan(load(run, [override]), str(run), 1)
+        assert main([str(run), f"--set={override}"]) == REFUSED and not dist.is_initialized()
+
+
+def test_a_dense_model_has_no_biases_to_balance(run: Path) -> None:
+    config = json.loads((run.parent / "config.json").read_text()) | {"mlp_only_layers": [0, 1, 2]}
+    (run.parent / "config.json").write_text(json.dumps(config))
+    assert run_ranks(1, run, "balance.bias_update_rate=0.01", "train.steps=5").exit_code == COMPLETE
 
 
 def test_sigterm_saves_and_resumes(run: Path) -> None:

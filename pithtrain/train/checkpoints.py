@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from pithtrain.checkpoint import Ranks, SaveFailed, Saver, TrainState, import_weights, latest, load
-from pithtrain.checkpoint.folder import index_name, step_folders
+from pithtrain.checkpoint.folder import index_name
 from pithtrain.checkpoint.state import WEIGHT
 from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.optim import Optimizer
 from pithtrain.parallel.shard import Flat, Shard
-from pithtrain.train.plan import Plan
-
-CHECKPOINTS = "checkpoints"
+from pithtrain.train.plan import CHECKPOINTS, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +91,7 @@ class Checkpoints:
                 biases = import_weights(cfg.model.weights, self._state, self._family, self._ranks)
         shard.gather()
         state = replace(state, config_fingerprint=self._plan.fingerprint, mesh=self._plan.shape._asdict())
-        if not biases and not cfg.balance.bias_update_rate:
+        if not self._sparse_layers or not (biases or cfg.balance.bias_update_rate):
             return state, None
         zeros = torch.zeros(self._plan.arch.num_experts)
         rows = [biases.get(name, zeros) for name in self._sparse_layers]
@@ -106,14 +104,7 @@ class Checkpoints:
             for reason in skipped:
                 self._say(f"checkpoint skipped: {reason}")
             return path
-        if resume != "never":
-            return resume
-        if step_folders(self._folder):
-            raise ValueError(
-                f'checkpoint.resume = "never", but {self._folder} holds the checkpoints of another run; '
-                "name a new run.folder, or remove them"
-            )
-        return None
+        return None if resume == "never" else resume
 
     def _load(self, path: Path) -> tuple[TrainState, dict[str, Tensor]]:
         cfg, wanted = self._plan.cfg, self._state.optimizer.state()

@@ -1,7 +1,9 @@
 """python -m pithtrain.train RUN.toml: one rank, from its arguments to its exit code."""
 
 import argparse
+import contextlib
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -16,9 +18,8 @@ import torch.distributed as dist
 
 from pithtrain.config import ConfigError, RunConfig, load, smallest_world
 from pithtrain.data import bigram_entropy
-from pithtrain.train.checkpoints import CHECKPOINTS
 from pithtrain.train.loop import Ending, train
-from pithtrain.train.plan import RESOLVED, Plan, dry_run, make_plan, resolved_toml
+from pithtrain.train.plan import CHECKPOINTS, RESOLVED, Plan, dry_run, make_plan, resolved_toml
 from pithtrain.train.watch import COMPLETE, FAILED, REFUSED, Status, Watch
 
 
@@ -64,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
             return COMPLETE
         print(error, file=sys.stderr, flush=True)
         if cfg is not None:
-            Status(cfg.run.folder / "status.json", place.rank).write(REFUSED, str(error), 0)
+            with contextlib.suppress(OSError):  # the run folder itself may be what was refused
+                Status(cfg.run.folder / "status.json", place.rank).write(REFUSED, str(error), 0)
         return REFUSED
     return _run(plan, place, device)
 
@@ -126,7 +128,7 @@ def _last_words(plan: Plan, ending: Ending) -> str:
     """What the run left and how to go on, for its user."""
     folder, pith = _shown(plan.cfg.run.folder), _shown(Path(sys.executable).with_name("pith"))
     newest = f"{CHECKPOINTS}/step-{ending.step:08d}"
-    again = f"{pith} train {folder}/{RESOLVED} --nproc {prod(plan.shape)}"
+    again = f"{pith} train {_shown(plan.cfg.run.folder / RESOLVED)} --nproc {prod(plan.shape)}"
     if plan.cfg.checkpoint.resume != "latest":
         again += " --set checkpoint.resume=latest"
     lines = [f"step {ending.step}: {ending.reason}"]
@@ -141,14 +143,14 @@ def _last_words(plan: Plan, ending: Ending) -> str:
         "what next:",
     ]
     if ending.exit_code == COMPLETE:
-        lines.append(f"  {pith} export {folder}/{newest} OUT  the model alone")
+        lines.append(f"  {pith} export {_shown(plan.cfg.run.folder / newest)} OUT  the model alone")
         lines.append(f"  {again} --set train.steps={2 * ending.step}  train longer from here")
     else:
         lines.append(f"  {again}  goes on from the newest whole checkpoint")
     return "\n".join(lines)
 
 
-def _shown(path: Path) -> Path:
+def _shown(path: Path) -> str:
     """A path as one would type it here."""
     path = Path(os.path.normpath(path))
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from pithtrain.checkpoint.folder import read_manifest, step_folders
 from pithtrain.config import (
     ConfigError,
     MeshShape,
@@ -30,6 +33,7 @@ from pithtrain.parallel.transport import Transport
 T = TypeVar("T")
 
 RESOLVED = "config.resolved.toml"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,7 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     train = _try(problems, lambda: Dataset.open(cfg.data.train, cfg.train.seed))
     held_out = cfg.data.validation
     validation = None if held_out is None else _try(problems, lambda: Dataset.open(held_out))
+    problems += check_places(cfg)
     if arch is not None and train is not None:
         problems += check_run(cfg, arch, world_size, train, validation)
     if problems or arch is None or train is None:
@@ -60,6 +65,27 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     contents = {"model.config": hashlib.sha256(shape).hexdigest(), "data.train": train.index.inputs_sha256}
     mesh = resolve_mesh(cfg.mesh, world_size)
     return Plan(cfg, arch, mesh, train, validation, fingerprint(cfg, contents))
+
+
+def check_places(cfg: RunConfig) -> Iterator[str]:
+    """Problems with where the run starts from and with where it writes, by a look that changes nothing."""
+    folder, resume, weights = cfg.run.folder, cfg.checkpoint.resume, cfg.model.weights
+    if resume == "never" and step_folders(folder / CHECKPOINTS):
+        yield (
+            f'checkpoint.resume = "never", but {folder / CHECKPOINTS} holds the checkpoints of another run; '
+            "name a new run.folder, or remove them"
+        )
+    if isinstance(resume, Path):
+        try:
+            read_manifest(resume)
+        except ValueError as error:
+            yield f"checkpoint.resume: {error}"
+    if weights is not None and not any(weights.glob("*.safetensors")):
+        yield f"model.weights = {weights}: holds no .safetensors file; name a Hugging Face model folder"
+    there = next(path for path in (folder / CHECKPOINTS, *(folder / CHECKPOINTS).parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        what = "cannot be written to" if there.is_dir() else "is a file"
+        yield f"run.folder = {folder}: {there} {what}, so nothing could be saved; name another folder"
 
 
 def _try(problems: list[str], build: Callable[[], T]) -> T | None:
