@@ -164,7 +164,7 @@ def test_sigterm_saves_and_resumes(run: Path) -> None:
 
 def test_a_save_that_fails_is_told_and_the_run_goes_on_to_fail_at_its_end(run: Path) -> None:
     (run.parent / "out").mkdir()
-    (run.parent / "out/checkpoints").write_text("not a folder")
+    (run.parent / "out/checkpoints").symlink_to("nowhere/at/all")  # a disk that went away
     (rank,) = start_ranks(1, run, "checkpoint.interval=5")
     assert rank.wait(60) == FAILED, rank.output.read_text()
     assert [record["step"] for record in steps(run.parent / "out")] == list(range(1, 11))
