@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
@@ -111,7 +110,6 @@ def _run(plan: Plan, place: Place, device: torch.device) -> int:
 
 def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
     """Threads, determinism, and the process group of a world of several ranks."""
-    warnings.filterwarnings("ignore", "`torch.distributed.", FutureWarning)  # newer names that older torch has not
     torch.set_num_threads(plan.cfg.train.threads)
     cuda = device.type == "cuda"
     torch.set_deterministic_debug_mode("warn" if cuda else "error")
