@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, the simulator that proves them, the executor that runs them."""
