@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple, cast
 ScheduleKind = Literal["1f1b", "interleaved", "zbv", "dualpipev"]
 Kind = Literal["F", "B", "I", "W"]
 
-LOOKAHEAD = 1
-"""Steps: how far ahead of the step that needs it a receive is posted."""
+LOOKAHEAD = 3
+"""Steps: how far ahead of the step that needs it a receive is posted. With fewer, ZB-V's ranks can all be sending."""
 
 
 class Action(NamedTuple):
@@ -30,12 +30,18 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
 
 class Pair(NamedTuple):
     """One micro-batch's forward overlapped with another's full backward, on one rank's two stages."""
 
     forward: Action
     backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward}+{self.backward}"
 
 
 Step = Action | Pair
@@ -252,17 +258,12 @@ def arrivals(schedule: Schedule, rank: int) -> tuple[tuple[Transfer, ...], ...]:
     They are those needed up to LOOKAHEAD steps later and not posted yet. What one peer sends arrives in the order in
     which it is sent, so a message's forerunners from the same peer are posted with it; peers are in order of rank.
     """
-    channels = [
-        [t for step in row for t in outgoing(step, schedule) if schedule.rank_of[t.stage] == rank]
-        for row in schedule.steps
-    ]
-    steps, posts = schedule.steps[rank], []
-    for index in range(len(steps)):
-        needed = {t for step in steps[index : index + LOOKAHEAD + 1] for t in incoming(step, schedule)}
-        posted: list[Transfer] = []
-        for channel in channels:
-            upto = max((place + 1 for place, transfer in enumerate(channel) if transfer in needed), default=0)
-            posted += channel[:upto]
-            del channel[:upto]
-        posts.append(tuple(posted))
-    return tuple(posts)
+    steps = schedule.steps[rank]
+    needed = {transfer: index for index, step in enumerate(steps) for transfer in incoming(step, schedule)}
+    posts: list[list[Transfer]] = [[] for _ in steps]
+    for row in reversed(schedule.steps):
+        due = len(steps)
+        for transfer in reversed([t for step in row for t in outgoing(step, schedule) if t in needed]):
+            due = min(due, max(0, needed[transfer] - LOOKAHEAD))
+            posts[due].insert(0, transfer)
+    return tuple(map(tuple, posts))
