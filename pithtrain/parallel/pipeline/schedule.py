@@ -54,6 +54,9 @@ class Transfer(NamedTuple):
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -79,6 +82,11 @@ class Schedule:
         """Whether this backward is an I and a W, so that its weight gradients wait."""
         return Action("W", stage, microbatch) in self.steps[self.rank_of[stage]]
 
+    def crosses(self, stage: int, other: int) -> bool:
+        """Whether both are stages, on different ranks."""
+        last = len(self.rank_of) - 1
+        return 0 <= stage <= last and 0 <= other <= last and self.rank_of[stage] != self.rank_of[other]
+
 
 def actions(step: Step) -> tuple[Action, ...]:
     """The one or two actions of a step, a pair's forward first."""
@@ -97,44 +105,38 @@ def make_schedule(kind: ScheduleKind, num_ranks: int, num_microbatches: int, num
     `num_chunks` is the number of stages per rank: 1 for "1f1b", 2 for "zbv" and "dualpipev", any for "interleaved"
     (default 2). Raises ValueError for a count that does not fit.
     """
-    chunks = _check(kind, num_ranks, num_microbatches, num_chunks)
-    needed, rule = _published(kind, num_ranks, num_microbatches, chunks)
+    fixed = {"1f1b": 1, "interleaved": None, "zbv": 2, "dualpipev": 2}[kind]
+    chunks = num_chunks if num_chunks is not None else fixed or 2
+    for name, count in (("ranks", num_ranks), ("micro-batches", num_microbatches), ("chunks per rank", chunks)):
+        if count < 1:
+            raise ValueError(f"schedule {kind}: got {count} {name}, expected at least 1; give 1 or more")
+    if fixed and chunks != fixed:
+        raise ValueError(
+            f'schedule {kind}: got {chunks} chunks per rank, expected {fixed}; leave them out, or take "interleaved"'
+        )
     rank_of = stage_ranks(kind, num_ranks, chunks)
+    needed = _published(kind, num_ranks, num_microbatches, chunks)
     rows = []
     for rank in range(num_ranks):
         stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
         rows.append(tuple(_number(_moves(kind, num_ranks, rank, needed, chunks), stages, num_microbatches)))
     note = (
-        f"{kind} is published for {rule}: this is its table for {needed}, the last {needed - num_microbatches} left out"
+        f"{kind} on {num_ranks} ranks is published for {needed} micro-batches, not for {num_microbatches}: "
+        f"this is the table for {needed} without the last {needed - num_microbatches}"
     )
     note = note if needed > num_microbatches else ""
     return Schedule(kind, num_ranks, chunks, num_microbatches, rank_of, tuple(rows), note)
 
 
-def _check(kind: ScheduleKind, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> int:
-    fixed = {"1f1b": 1, "interleaved": None, "zbv": 2, "dualpipev": 2}[kind]
-    chunks = num_chunks if num_chunks is not None else fixed or 2
-    for name, count in (("ranks", num_ranks), ("micro-batches", num_microbatches), ("chunks", chunks)):
-        if count < 1:
-            raise ValueError(f"schedule {kind}: got {count} {name}, expected at least 1; give 1 or more")
-    if fixed and chunks != fixed:
-        remedy = "leave it out, or take interleaved" if kind == "1f1b" else "leave it out"
-        raise ValueError(f"schedule {kind}: got {chunks} chunks per rank, expected {fixed}; {remedy}")
-    return chunks
-
-
-def _published(kind: ScheduleKind, ranks: int, count: int, chunks: int) -> tuple[int, str]:
-    """The least number of micro-batches from `count` up for which the schedule is published, and the rule for it."""
+def _published(kind: ScheduleKind, ranks: int, count: int, chunks: int) -> int:
+    """The least number of micro-batches from `count` up for which the schedule is published."""
     match kind:
-        case "1f1b":
-            return count, "any number of micro-batches"
-        case "interleaved":
-            rounded = count if chunks == 1 else -(-count // ranks) * ranks
-            return rounded, f"a multiple of {ranks} micro-batches"
+        case "1f1b" | "interleaved":
+            return count if chunks == 1 else -(-count // ranks) * ranks
         case "zbv":
-            return max(count, 2 * ranks - 1), f"{2 * ranks - 1} micro-batches or more"
+            return max(count, 2 * ranks - 1)
         case "dualpipev":
-            return max(count, 2 * ranks), f"{2 * ranks} micro-batches or more"
+            return max(count, 2 * ranks)
 
 
 def _moves(kind: ScheduleKind, ranks: int, rank: int, count: int, chunks: int) -> list[str]:
@@ -225,31 +227,25 @@ def _number(moves: Iterable[str], stages: list[int], num_microbatches: int) -> I
 
 def outgoing(step: Step, schedule: Schedule) -> tuple[Transfer, ...]:
     """What a step sends when it has run, in order. Neighbouring stages on one rank hand over without a message."""
-    there = (
-        Transfer("hidden" if a.kind == "F" else "grad", a.stage + (1 if a.kind == "F" else -1), a.microbatch)
-        for a in actions(step)
-        if a.kind != "W"
-    )
-    return tuple(t for t in there if _crosses(t, schedule))
+    there = ((a, a.stage + _ahead(a)) for a in actions(step))
+    return tuple(Transfer(_content(a), to, a.microbatch) for a, to in there if schedule.crosses(a.stage, to))
 
 
 def incoming(step: Step, schedule: Schedule) -> tuple[Transfer, ...]:
     """What a step needs before it runs."""
-    here = (
-        Transfer("hidden" if a.kind == "F" else "grad", a.stage, a.microbatch) for a in actions(step) if a.kind != "W"
+    here = ((a, a.stage - _ahead(a)) for a in actions(step))
+    return tuple(
+        Transfer(_content(a), a.stage, a.microbatch) for a, source in here if schedule.crosses(source, a.stage)
     )
-    return tuple(t for t in here if _crosses(t, schedule))
 
 
-def _crosses(transfer: Transfer, schedule: Schedule) -> bool:
-    """Whether both its stages exist, on different ranks."""
-    stages, ranks = (transfer.stage, sender(transfer)), schedule.rank_of
-    return all(0 <= stage < len(ranks) for stage in stages) and ranks[stages[0]] != ranks[stages[1]]
+def _ahead(action: Action) -> int:
+    """From an action's stage to the one that goes on with its result."""
+    return {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
 
 
-def sender(transfer: Transfer) -> int:
-    """The stage that sends it."""
-    return transfer.stage + (-1 if transfer.kind == "hidden" else 1)
+def _content(action: Action) -> Literal["hidden", "grad"]:
+    return "hidden" if action.kind == "F" else "grad"
 
 
 def arrivals(schedule: Schedule, rank: int) -> tuple[tuple[Transfer, ...], ...]:
