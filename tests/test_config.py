@@ -25,7 +25,7 @@ from pithtrain.config import (
     resolve_mesh,
     smallest_world,
 )
-from pithtrain.config.sections import MeshConfig, Preset
+from pithtrain.config.sections import MeshConfig, PipelineConfig, Preset
 from pithtrain.models.architecture import Architecture
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +134,8 @@ def test_words_of_a_path_field_are_not_taken_for_paths(run_file: Path) -> None:
         ('optim.optimizer="sgd"', "optim", "optimizer", "sgd"),
         ("mesh.dp=4", "mesh", "dp", 4),
         ("mesh.dp=rest", "mesh", "dp", "rest"),
+        ("pipeline.schedule=1f1b", "pipeline", "schedule", "1f1b"),
+        ("pipeline.chunks=3", "pipeline", "chunks", 3),
         ("checkpoint.background=false", "checkpoint", "background", False),
         ("run.folder=/runs/a=b", "run", "folder", Path("/runs/a=b")),
         ("run.folder=/runs/2024", "run", "folder", Path("/runs/2024")),
@@ -187,7 +189,12 @@ def test_config_is_frozen(run_file: Path) -> None:
         ("schedule.kind=linear", ["schedule.kind = 'linear'", "'wsd', 'cosine' or 'constant'"]),
         ("mesh.dp=all", ["mesh.dp = 'all'", "expected a valid integer or 'rest'"]),
         ("mesh.cp=2", ["mesh.cp = 2", "expected 1; change it", "--set mesh.cp="]),
-        ("mesh.pp=2", ["mesh.pp = 2", "expected 1; change it", "--set mesh.pp="]),
+        ("mesh.pp=0", ["mesh.pp = 0", "expected a number greater than 0", "--set mesh.pp=", "Pipeline ranks"]),
+        ("mesh.schedule=zbv", ["mesh.schedule: unknown key", "did you mean pipeline.schedule?"]),
+        ("pipeline.schedule=gpipe", ["= 'gpipe'", "expected '1f1b', 'interleaved', 'zbv' or 'dualpipev'"]),
+        ("pipeline.chunks=two", ["pipeline.chunks = 'two'", "expected a valid integer or 'auto'"]),
+        ("train.recompute=all", ["train.recompute = 'all'", "expected 'none', 'experts' or 'layer'"]),
+        ("run.timeline_steps=-1", ["run.timeline_steps = -1", "expected a number greater than or equal to 0"]),
         ("checkpoint.background=1", ["checkpoint.background = 1", "expected a valid boolean"]),
         ("run.folder=", ["run.folder = ''", "expected a path"]),
         (
@@ -246,6 +253,7 @@ def test_refusal_counts() -> None:
         (MeshConfig(ep=2), 2, (1, 1, 1, 2)),
         (MeshConfig(ep=2), 6, (1, 3, 1, 2)),
         (MeshConfig(dp=2, ep=3), 6, (1, 2, 1, 3)),
+        (MeshConfig(pp=2, ep=2), 8, (2, 2, 1, 2)),
     ],
 )
 def test_resolve_mesh(mesh: MeshConfig, world_size: int, shape: tuple[int, ...]) -> None:
@@ -269,8 +277,9 @@ def test_resolve_mesh(mesh: MeshConfig, world_size: int, shape: tuple[int, ...])
         (
             MeshConfig(dp=2, ep=2),
             2,
-            "needs exactly 4 processes, got 2; start 4, or change mesh.dp or mesh.ep",
+            "needs exactly 4 processes, got 2; start 4, or change mesh.pp, mesh.dp or mesh.ep",
         ),
+        (MeshConfig(pp=4), 6, "mesh = pp 4 x dp rest x cp 1 x ep 1: needs a multiple of 4 processes, got 6"),
     ],
 )
 def test_refused_mesh(mesh: MeshConfig, world_size: int, message: str) -> None:
@@ -280,7 +289,22 @@ def test_refused_mesh(mesh: MeshConfig, world_size: int, message: str) -> None:
 
 
 def test_smallest_world() -> None:
-    assert [smallest_world(mesh) for mesh in (MeshConfig(ep=4), MeshConfig(dp=3, ep=2))] == [4, 6]
+    meshes = (MeshConfig(ep=4), MeshConfig(dp=3, ep=2), MeshConfig(pp=2, ep=4))
+    assert [smallest_world(mesh) for mesh in meshes] == [4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_chunks"),
+    [
+        (PipelineConfig(), 1),
+        (PipelineConfig(schedule="interleaved"), 2),
+        (PipelineConfig(schedule="interleaved", chunks=3), 3),
+        (PipelineConfig(schedule="zbv"), 2),
+        (PipelineConfig(schedule="dualpipev", chunks=2), 2),
+    ],
+)
+def test_num_chunks(pipeline: PipelineConfig, num_chunks: int) -> None:
+    assert pipeline.num_chunks == num_chunks
 
 
 # --- the run against its model, data and files
@@ -324,6 +348,22 @@ def test_a_sound_run_has_no_problems(run_file: Path) -> None:
             "schedule.decay_steps = 71: must be at most train.steps - schedule.warmup_steps = 100 - 30 = 70; "
             "shorten it or the warm-up, or train longer",
         ),
+        (["mesh.pp=2", "batch.global_batch_size=12"], 8, "x dp x ep = 2 x 2 x 2 = 8; use 8 or 16"),
+        (
+            ["mesh.pp=3"],
+            6,
+            "mesh.pp x stages per rank = 3 x 1 = 3: must be at most the model's num_hidden_layers = 2; "
+            "lower mesh.pp, or use a pipeline.schedule with fewer stages per rank (1f1b has 1)",
+        ),
+        (["mesh.pp=2", "pipeline.schedule=zbv"], 4, "2 x 2 = 4: must be at most the model's num_hidden_layers = 2"),
+        (["pipeline.schedule=interleaved", "pipeline.chunks=3"], 2, "mesh.pp x stages per rank = 1 x 3 = 3: must be"),
+        (
+            ["pipeline.schedule=dualpipev", "pipeline.chunks=3"],
+            2,
+            'pipeline.chunks = 3: must be 2 for pipeline.schedule = "dualpipev"; '
+            'use "auto", or the interleaved schedule, which takes any number',
+        ),
+        (["mesh.pp=2", "pipeline.chunks=2"], 4, 'pipeline.chunks = 2: must be 1 for pipeline.schedule = "1f1b"'),
     ],
 )
 def test_refused_run(run_file: Path, overrides: list[str], world_size: int, wanted: str) -> None:
@@ -339,6 +379,9 @@ def test_refused_run(run_file: Path, overrides: list[str], world_size: int, want
         ["schedule.warmup_steps=100"],
         ["schedule.warmup_steps=30", "schedule.decay_steps=70"],
         ["schedule.kind=cosine", "schedule.warmup_steps=30", "schedule.decay_steps=71"],
+        ["mesh.pp=2", "mesh.ep=1", "batch.global_batch_size=2"],
+        ["pipeline.schedule=dualpipev", "pipeline.chunks=2"],
+        ["pipeline.schedule=interleaved", "pipeline.chunks=1"],
     ],
 )
 def test_the_bounds_themselves_are_allowed(run_file: Path, overrides: list[str]) -> None:
@@ -357,15 +400,16 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(run_file: Path) -> 
     assert validation.startswith(f"data.validation = {cfg.data.validation}: its tokenizer's 301 tokens")
 
 
-def test_a_dataset_too_small_for_one_batch_is_refused(run_file: Path) -> None:
+def test_training_data_must_hold_one_batch_and_validation_data_one_sample(run_file: Path) -> None:
     cfg = load(run_file)
-    assert check_run(cfg, ARCH, 2, replace(LARGE, num_tokens=129), LARGE) == []
-    (problem,) = check_run(cfg, ARCH, 2, LARGE, replace(LARGE, num_tokens=128))
-    assert problem == (
-        f"data.validation = {cfg.data.validation}: holds 128 tokens, but one global batch needs "
+    assert check_run(cfg, ARCH, 2, replace(LARGE, num_tokens=129), replace(LARGE, num_tokens=17)) == []
+    assert check_run(cfg, ARCH, 2, replace(LARGE, num_tokens=128), replace(LARGE, num_tokens=16)) == [
+        f"data.train = {cfg.data.train}: holds 128 tokens, but one global batch needs "
         "batch.global_batch_size x data.sequence_length + 1 = 8 x 16 + 1 = 129; "
-        "prepare more data, or use a smaller batch or shorter sequences"
-    )
+        "prepare more data, or use a smaller batch or shorter sequences",
+        f"data.validation = {cfg.data.validation}: holds 16 tokens, but one sample needs "
+        "data.sequence_length + 1 = 16 + 1 = 17; prepare more data, or use shorter sequences",
+    ]
 
 
 def test_expert_parallel_ranks_need_experts(run_file: Path) -> None:
@@ -408,8 +452,9 @@ SAME_NUMBERS = [
         "checkpoint.background=false",
         "checkpoint.optimizer=false",
     ),
-    *("mesh.ep=1", "mesh.dp=2", "train.threads=2", "train.hang_timeout=5", "train.eval_interval=7"),
-    *("train.eval_batches=2", "train.max_nonfinite_steps=3", "data.validation=/else"),
+    *("mesh.ep=1", "mesh.dp=2", "mesh.pp=2", "pipeline.schedule=zbv", "pipeline.chunks=2", "train.recompute=layer"),
+    *("train.threads=2", "train.hang_timeout=5", "train.eval_interval=7", "train.eval_batches=2"),
+    *("train.max_nonfinite_steps=3", "data.validation=/else", "run.timeline_steps=3"),
 ]
 OTHER_NUMBERS = [
     *("model.config=qwen3-moe-small", "model.weights=/w", "data.train=/else", "data.sequence_length=17"),
@@ -436,7 +481,7 @@ def test_every_field_is_judged_by_the_fingerprint_test() -> None:
         for name in info.annotation.model_fields
     }
     judged = {override.split("=")[0] for override in SAME_NUMBERS + OTHER_NUMBERS}
-    assert fields == judged | {"train.precision", "mesh.pp", "mesh.cp"}, "the last three have one value only"
+    assert fields == judged | {"train.precision", "mesh.cp"}, "the last two have one value only"
 
 
 def test_fingerprint_is_the_same_in_another_process_and_however_written(run_file: Path) -> None:

@@ -6,25 +6,13 @@
 - A relative path in the file is taken from the file's own folder, one in `--set` from the current directory:
   a run file works from anywhere, and `--set` means what the shell completes. Loaded paths are absolute.
 - Whatever is wrong is a `ConfigError` that says what, got, expected and the remedy, all problems at once.
-
-It imports no torch and stands below all other modules; only what builds a run reads it.
+- It imports no torch and stands below all other modules; only what builds a run reads it.
 """
 
 from pithtrain.config.checks import MeshShape, check_files, check_run, resolve_mesh, smallest_world
 from pithtrain.config.loading import load, parse, refusal
 from pithtrain.config.sections import ConfigError, RunConfig, fingerprint, json_schema
 
-__all__ = [
-    "ConfigError",
-    "MeshShape",
-    "RunConfig",
-    "check_files",
-    "check_run",
-    "fingerprint",
-    "json_schema",
-    "load",
-    "parse",
-    "refusal",
-    "resolve_mesh",
-    "smallest_world",
-]
+__all__ = ["MeshShape", "check_files", "check_run", "resolve_mesh", "smallest_world"]
+__all__ += ["load", "parse", "refusal"]
+__all__ += ["ConfigError", "RunConfig", "fingerprint", "json_schema"]

@@ -1,7 +1,6 @@
 """What can run: the mesh for a number of processes, and checks of a run against its model, data and files.
 
-The checks take plain values and return problems, each naming field, value, constraint and remedy, so that a
-run is refused with all of them before any process group starts.
+A problem names field, value, constraint and remedy; a run is refused with all of them before a process group starts.
 """
 
 import math
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from pithtrain.config.sections import ConfigError, MeshConfig, Preset, RunConfig
+from pithtrain.config.sections import STAGES_PER_RANK, ConfigError, MeshConfig, Preset, RunConfig
 
 if TYPE_CHECKING:
     from pithtrain.data import Dataset
@@ -40,17 +39,16 @@ def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshShape:
     sizes = f"pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x ep {mesh.ep}"
     number = f"a multiple of {ranks}" if mesh.dp == "rest" else f"exactly {ranks}"
     constraint = f"needs {number} processes, got {world_size}"
-    raise ConfigError(_problem("mesh", sizes, constraint, f"start {ranks}, or change mesh.dp or mesh.ep"))
+    raise ConfigError(_problem("mesh", sizes, constraint, f"start {ranks}, or change mesh.pp, mesh.dp or mesh.ep"))
 
 
 def check_files(cfg: RunConfig) -> list[str]:
     """Problems with the files that the run reads, by their existence alone; empty if none."""
     prepare = "make it with `pith data prepare`, or correct the path"
-    weights = "correct the path, or leave it out and let train.seed draw the weights"
     folders = [
         ("data.train", cfg.data.train, prepare),
         ("data.validation", cfg.data.validation, prepare),
-        ("model.weights", cfg.model.weights, weights),
+        ("model.weights", cfg.model.weights, "correct the path, or leave it out and let train.seed draw the weights"),
         ("checkpoint.resume", cfg.checkpoint.resume, 'or use "latest" or "never"'),
     ]
     problems = [
@@ -69,14 +67,14 @@ def check_run(
     cfg: RunConfig, arch: "Architecture", world_size: int, train: "Dataset", validation: "Dataset | None" = None
 ) -> list[str]:
     """Everything that makes the run impossible; empty if nothing does. `arch`: what `model.config` describes."""
-    problems = list(_check_lengths(cfg, arch))
+    problems = [*_check_lengths(cfg, arch), *_check_pipeline(cfg, arch)]
     try:
         problems += _check_layout(cfg, arch, resolve_mesh(cfg.mesh, world_size))
     except ConfigError as error:
         problems.append(str(error))
-    problems += _check_dataset("data.train", cfg.data.train, train, cfg, arch)
+    problems += _check_dataset(cfg, arch, train, is_train=True)
     if validation is not None:
-        problems += _check_dataset("data.validation", cfg.data.validation, validation, cfg, arch)
+        problems += _check_dataset(cfg, arch, validation, is_train=False)
     return problems
 
 
@@ -84,18 +82,31 @@ def _problem(field: str, value: object, constraint: str, remedy: str) -> str:
     return f"{field} = {value}: {constraint}; {remedy}"
 
 
+def _at_most(field: str, value: int, limit: int, whence: str, remedy: str) -> list[str]:
+    return [_problem(field, value, f"must be at most {whence} = {limit}", remedy)] if value > limit else []
+
+
 def _check_lengths(cfg: RunConfig, arch: "Architecture") -> Iterator[str]:
-    warmup, decay, steps = cfg.schedule.warmup_steps, cfg.schedule.decay_steps, cfg.train.steps
-    if warmup > steps:
-        constraint = f"must be at most train.steps = {steps}"
-        yield _problem("schedule.warmup_steps", warmup, constraint, "shorten it, or train longer")
-    elif cfg.schedule.kind == "wsd" and warmup + decay > steps:
-        constraint = f"must be at most train.steps - schedule.warmup_steps = {steps} - {warmup} = {steps - warmup}"
-        yield _problem("schedule.decay_steps", decay, constraint, "shorten it or the warm-up, or train longer")
-    length, longest = cfg.data.sequence_length, arch.max_position_embeddings
-    if length > longest:
-        constraint = f"must be at most the model's max_position_embeddings = {longest}"
-        yield _problem("data.sequence_length", length, constraint, "shorten it, or use a model that reads more")
+    warmup, steps, length = cfg.schedule.warmup_steps, cfg.train.steps, cfg.data.sequence_length
+    yield from _at_most("schedule.warmup_steps", warmup, steps, "train.steps", "shorten it, or train longer")
+    if cfg.schedule.kind == "wsd" and warmup <= steps:
+        rest = f"train.steps - schedule.warmup_steps = {steps} - {warmup}"
+        remedy = "shorten it or the warm-up, or train longer"
+        yield from _at_most("schedule.decay_steps", cfg.schedule.decay_steps, steps - warmup, rest, remedy)
+    longest, whence = arch.max_position_embeddings, "the model's max_position_embeddings"
+    yield from _at_most("data.sequence_length", length, longest, whence, "shorten it, or use a model that reads more")
+
+
+def _check_pipeline(cfg: RunConfig, arch: "Architecture") -> Iterator[str]:
+    schedule, chunks, ranks = cfg.pipeline.schedule, cfg.pipeline.num_chunks, cfg.mesh.pp
+    if chunks != STAGES_PER_RANK[schedule] and schedule != "interleaved":
+        constraint = f'must be {STAGES_PER_RANK[schedule]} for pipeline.schedule = "{schedule}"'
+        remedy = 'use "auto", or the interleaved schedule, which takes any number'
+        yield _problem("pipeline.chunks", chunks, constraint, remedy)
+    else:
+        stages = f"mesh.pp x stages per rank = {ranks} x {chunks}"
+        remedy = "lower mesh.pp, or use a pipeline.schedule with fewer stages per rank (1f1b has 1)"
+        yield from _at_most(stages, ranks * chunks, arch.num_layers, "the model's num_hidden_layers", remedy)
 
 
 def _check_layout(cfg: RunConfig, arch: "Architecture", mesh: MeshShape) -> Iterator[str]:
@@ -116,16 +127,16 @@ def _check_layout(cfg: RunConfig, arch: "Architecture", mesh: MeshShape) -> Iter
         yield _problem("mesh.ep", mesh.ep, constraint, f"use one of {divisors}")
 
 
-def _check_dataset(
-    field: str, folder: Path | None, data: "Dataset", cfg: RunConfig, arch: "Architecture"
-) -> Iterator[str]:
+def _check_dataset(cfg: RunConfig, arch: "Architecture", data: "Dataset", is_train: bool) -> Iterator[str]:
+    field, folder = ("data.train", cfg.data.train) if is_train else ("data.validation", cfg.data.validation)
     if data.vocab_size > arch.vocab_size:
         constraint = f"its tokenizer's {data.vocab_size} tokens exceed the model's vocab_size = {arch.vocab_size}"
         remedy = "use a model with a larger one, or prepare the data with another tokenizer"
         yield _problem(field, folder, constraint, remedy)
-    sequences, length = cfg.batch.global_batch_size, cfg.data.sequence_length
-    tokens = sequences * length + 1
-    if data.num_tokens < tokens:
-        need = f"batch.global_batch_size x data.sequence_length + 1 = {sequences} x {length} + 1 = {tokens}"
-        constraint = f"holds {data.num_tokens} tokens, but one global batch needs {need}"
-        yield _problem(field, folder, constraint, "prepare more data, or use a smaller batch or shorter sequences")
+    size, length = cfg.batch.global_batch_size if is_train else 1, cfg.data.sequence_length
+    if data.num_tokens <= size * length:
+        batch = f"one global batch needs batch.global_batch_size x data.sequence_length + 1 = {size} x {length} + 1"
+        need = batch if is_train else f"one sample needs data.sequence_length + 1 = {length} + 1"
+        constraint = f"holds {data.num_tokens} tokens, but {need} = {size * length + 1}"
+        remedy = "prepare more data, or use a smaller batch or shorter sequences"
+        yield _problem(field, folder, constraint, remedy if is_train else "prepare more data, or use shorter sequences")

@@ -4,15 +4,13 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic_core import ErrorDetails, ValidationError
 
 from pithtrain.config.sections import FIELDS, ConfigError, RunConfig
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -30,8 +28,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for section, table in tables.items():
         if isinstance(table, dict):  # else the section itself is wrong, which `parse` reports
             tables[section] = {name: _absolute(f"{section}.{name}", value, folder) for name, value in table.items()}
-    for key, value in map(_parse_override, overrides):
-        section, _, name = key.partition(".")
+    for section, name, value in map(_parse_override, overrides):
         if isinstance(table := tables.setdefault(section, {}), dict):
             table[name] = value
     return parse(tables, source=str(path))
@@ -42,7 +39,9 @@ def parse(tables: Mapping[str, object], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate({name: {} for name in RunConfig.model_fields} | dict(tables))
     except ValidationError as error:
-        raise ConfigError(refusal(source, _explain(error))) from None
+        # by field: the members of a union report apart
+        groups = groupby(error.errors(include_url=False), lambda detail: ".".join(map(str, detail["loc"][:2])))
+        raise ConfigError(refusal(source, [_explain(key, list(details)) for key, details in groups])) from None
 
 
 def refusal(source: str, problems: Sequence[str]) -> str:
@@ -51,27 +50,21 @@ def refusal(source: str, problems: Sequence[str]) -> str:
     return "\n".join([f"{source}: this run is refused, {count}:", *(f"  {problem}" for problem in problems)])
 
 
-def _parse_override(item: str) -> tuple[str, object]:
+def _parse_override(item: str) -> tuple[str, str, object]:
     key, equals, text = (part.strip() for part in item.partition("="))
     section, _, name = key.partition(".")
     if not (equals and section and name) or "." in name:
         raise ConfigError(f"--set {item}: expected section.field=value; write it like --set optim.lr=1e-4")
-    value = _toml_value(text)
-    return key, _absolute(key, value if isinstance(value, str) else text, Path.cwd()) if _is_path(key) else value
-
-
-def _toml_value(text: str) -> object:
     try:
-        value = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    is_one_value = len(value) == 1 and isinstance(value["value"], bool | int | float | str)
-    return value["value"] if is_one_value else text
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except ValueError:  # not TOML, or more than one key
+        value = text
+    kinds = str if _is_path(key) else str | int | float
+    return section, name, _absolute(key, value if isinstance(value, kinds) else text, Path.cwd())
 
 
 def _is_path(key: str) -> bool:
-    kind = FIELDS[key].annotation if key in FIELDS else None
-    return kind is Path or Path in get_args(kind)
+    return key in FIELDS and Path in (FIELDS[key].annotation, *get_args(FIELDS[key].annotation))
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:
@@ -82,15 +75,7 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
     return value if value in words else folder / os.path.expanduser(value)  # an unknown ~user stays as it is
 
 
-def _explain(error: ValidationError) -> list[str]:
-    """One line per field; the members of a union report apart and are joined with "or"."""
-    groups: dict[str, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
-        groups.setdefault(".".join(str(part) for part in detail["loc"][:2]), []).append(detail)
-    return [_explain_field(key, details) for key, details in groups.items()]
-
-
-def _explain_field(key: str, details: Sequence["ErrorDetails"]) -> str:
+def _explain(key: str, details: Sequence[ErrorDetails]) -> str:
     value = details[0]["input"]
     meaning = FIELDS[key].description if key in FIELDS else ""
     match details[0]["type"]:
@@ -106,7 +91,7 @@ def _explain_field(key: str, details: Sequence["ErrorDetails"]) -> str:
             return f"{key} = {value!r}: expected {expected}; {remedy}; it is: {meaning}"
 
 
-def _expected(detail: "ErrorDetails") -> str:
+def _expected(detail: ErrorDetails) -> str:
     if detail["type"] == "is_instance_of":
         return "a path in quotes"
     words = detail["msg"].removeprefix("Input should be ")

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 Preset = Literal["qwen3-moe-tiny", "qwen3-moe-small", "qwen3-30b-a3b"]
 
+STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}  # interleaved takes any number
+
 
 class ConfigError(ValueError):
     """A run that cannot be, in words for the user: one line per problem."""
@@ -40,25 +42,35 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many sequences make a step."""
-
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks and micro-batches."""
     num_microbatches: PositiveInt = 1
-    """Slices of the global batch run one after the other; more slices need less memory."""
+    """Slices of the global batch, one forward and backward each: more need less memory and idle a pipeline less."""
 
 
 class MeshConfig(Section):
     """How ranks are laid out: world = pp x dp x cp x ep, ep innermost."""
 
-    pp: Literal[1] = 1
-    """Pipeline stages. Must be 1 for now."""
+    pp: PositiveInt = 1
+    """Pipeline ranks: each holds some of the layers, and all read the same data."""
     dp: PositiveInt | Literal["rest"] = "rest"
     """Data-parallel replicas, or "rest": as many as the number of processes leaves."""
     cp: Literal[1] = 1
     """Ranks that share one sequence (context parallelism). Must be 1 for now."""
     ep: PositiveInt = 1
     """Ranks that share a layer's experts. They read different data."""
+
+
+class PipelineConfig(Section):
+    schedule: Literal["1f1b", "interleaved", "zbv", "dualpipev"] = "1f1b"
+    """Order in which pipeline ranks run the micro-batches' passes; `pith schedule` draws and compares them."""
+    chunks: PositiveInt | Literal["auto"] = "auto"
+    """Stages per rank. 1f1b has 1, zbv and dualpipev have 2, interleaved any number, 2 for "auto"."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank, "auto" worked out."""
+        return STAGES_PER_RANK[self.schedule] if self.chunks == "auto" else self.chunks
 
 
 class OptimConfig(Section):
@@ -90,8 +102,6 @@ class ScheduleConfig(Section):
 
 
 class BalanceConfig(Section):
-    """How the router is kept from favouring few experts."""
-
     loss: Literal["none", "sequence", "micro_batch", "global_batch"] = "global_batch"
     """Scope over which the balance loss counts the tokens of each expert."""
     coef: NonNegativeFloat = 1e-3
@@ -109,6 +119,8 @@ class TrainConfig(Section):
     """Seed of the initial weights and of the order of the data."""
     precision: Literal["fp32"] = "fp32"
     """Arithmetic of the products."""
+    recompute: Literal["none", "experts", "layer"] = "none"
+    """Activations computed again in the backward pass instead of kept: the experts', or all within a layer."""
     routing: Literal["learned", "balanced"] = "learned"
     """How training chooses experts: by the router, or in turn and evenly, to measure speed without its effect."""
     eval_interval: NonNegativeInt = 0
@@ -143,6 +155,8 @@ class OutputConfig(Section):
     """Steps between printed lines when there is no terminal. metrics.jsonl has every step."""
     peak_flops: PositiveFloat | None = None
     """Peak FLOP/s of one device, for MFU, where the device's own figure is not known."""
+    timeline_steps: NonNegativeInt = 0
+    """Steps recorded for `pith timeline`, after the first of a start. 0 = none."""
 
 
 class RunConfig(Section):
@@ -150,6 +164,7 @@ class RunConfig(Section):
     data: DataConfig
     batch: BatchConfig
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     balance: BalanceConfig = BalanceConfig()
@@ -165,25 +180,22 @@ FIELDS = {
     for name, field in cast(type[Section], info.annotation).model_fields.items()
 }
 
-_NOT_NUMBERS = frozenset(
-    {"mesh", "checkpoint", "run", "data.validation", "train.eval_interval", "train.eval_batches"}
-    | {"train.max_nonfinite_steps", "train.threads", "train.hang_timeout"}
-)
+_NOT_NUMBERS: dict[str, bool | set[str]] = {
+    **dict.fromkeys(("mesh", "pipeline", "checkpoint", "run"), True),
+    "data": {"validation"},
+    "train": {"recompute", "eval_interval", "eval_batches", "max_nonfinite_steps", "threads", "hang_timeout"},
+}
 
 
 def fingerprint(cfg: RunConfig, contents: Mapping[str, str] | None = None) -> str:
     """sha256 (hex) of what determines a run's numbers.
 
-    Left out: where things are written and how often, what only watches the run, and the mesh and threads,
-    which change the order of summation and nothing else. `contents` replaces a path by a digest of what lies
-    there (`{"data.train": "<sha256>"}`): the same files elsewhere then give the same fingerprint.
+    Left out: where things are written and how often, what only watches the run, and mesh, pipeline, threads
+    and recomputation, which change the order of summation and nothing else. `contents` replaces a path by a digest
+    of what lies there (`{"data.train": "<sha256>"}`): the same files elsewhere then give the same fingerprint.
     """
-    values = {
-        f"{section}.{field}": value
-        for section, table in cfg.model_dump(mode="json").items()
-        for field, value in table.items()
-        if section not in _NOT_NUMBERS and f"{section}.{field}" not in _NOT_NUMBERS
-    }
+    numbers = cfg.model_dump(mode="json", exclude=_NOT_NUMBERS)
+    values = {f"{section}.{field}": value for section, table in numbers.items() for field, value in table.items()}
     contents = contents or {}
     assert contents.keys() <= values.keys(), f"not in the fingerprint: {sorted(contents.keys() - values.keys())}"
     canonical = json.dumps({**values, **contents}, sort_keys=True, separators=(",", ":"))
