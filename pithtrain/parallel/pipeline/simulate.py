@@ -9,6 +9,7 @@ pair does it run behind the other half's compute: the pair then takes what it wo
 no less than each half alone and than both exchanges, which share the wires.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,8 +50,15 @@ class Costs:
         return max(sum(halves) - exchanges, exchanges, *halves)
 
     def _action(self, action: Action) -> float:
-        parts = {"F": (self.forward,), "I": (self.input_grad,), "W": (self.weight_grad,)}
-        return sum(_at(cost, action.stage) for cost in parts.get(action.kind, (self.input_grad, self.weight_grad)))
+        match action.kind:
+            case "F":
+                return _at(self.forward, action.stage)
+            case "B":
+                return _at(self.input_grad, action.stage) + _at(self.weight_grad, action.stage)
+            case "I":
+                return _at(self.input_grad, action.stage)
+            case "W":
+                return _at(self.weight_grad, action.stage)
 
 
 def _at(cost: PerStage, stage: int) -> float:
@@ -84,16 +92,16 @@ class Simulation:
     bubble: float
     """The share of ranks x time in which a rank runs nothing."""
     peak_activations: tuple[int, ...]
-    """By rank, the most stage inputs' activations kept at once: from the start of F to the end of B or of W."""
+    """By rank, how many stages' activations are kept at most, one micro-batch's each: from F to the end of B or W."""
     critical_path: tuple[Place, ...]
     """Steps from the start to the last one, each of which waited for the one before."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Runs the table under rendezvous sends.
+    """Runs the table, for costs of 1 if none are given.
 
-    Raises ValueError where an action is missing or there twice, and, when ranks wait in a circle or for what never
-    comes, one line for each rank: its step and what it waits for.
+    Raises ValueError where actions are missing or too many, and where ranks wait in a circle: it then names each
+    rank that waits, its step and what for.
     """
     check_actions(schedule)
     run = _Run(schedule, costs or Costs())
@@ -111,26 +119,28 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def check_actions(schedule: Schedule) -> None:
-    """Every stage has each micro-batch's F once, and B once or I and W once, on its rank; or F alone everywhere."""
-    found: dict[tuple[int, int], list[str]] = {}
+    """Each stage has every micro-batch once, on its rank: F then B, or F, I, W; or, for evaluation, F alone throughout.
+
+    Raises ValueError with the first that is otherwise.
+    """
+    found: defaultdict[tuple[int, int, int], str] = defaultdict(str)
     for rank, row in enumerate(schedule.steps):
         for kind, stage, microbatch in (action for step in row for action in actions(step)):
-            if schedule.rank_of[stage] != rank:
-                raise ValueError(f"{kind}{stage}.{microbatch} is on rank {rank}, expected {schedule.rank_of[stage]}")
-            found.setdefault((stage, microbatch), []).append(kind)
-    kinds = {key: "".join(sorted(row)) for key, row in found.items()}
-    passes = {"F"} if set(kinds.values()) == {"F"} else {"BF", "FIW"}
-    for stage in range(len(schedule.rank_of)):
-        for microbatch in range(schedule.num_microbatches):
-            got = kinds.pop((stage, microbatch), "nothing")
-            if got not in passes:
-                raise ValueError(
-                    f"stage {stage}, micro-batch {microbatch}: got {got}, expected one of {sorted(passes)}"
-                )
-    if kinds:
-        raise ValueError(
-            f"got micro-batches {sorted(kinds)} (stage, micro-batch), expected {schedule.num_microbatches}"
-        )
+            found[rank, stage, microbatch] += kind
+    passes = ("F",) if set(found.values()) == {"F"} else ("FB", "FIW")
+    expected = {
+        (rank, stage, microbatch): passes
+        for stage, rank in enumerate(schedule.rank_of)
+        for microbatch in range(schedule.num_microbatches)
+    }
+    for key in sorted(expected.keys() | found.keys()):
+        want = expected.get(key, ("",))
+        if found[key] not in want:
+            rank, stage, microbatch = key
+            raise ValueError(
+                f"schedule {schedule.kind}, rank {rank}, stage {stage}, micro-batch {microbatch}: got actions "
+                f"{found[key]!r}, expected {' or '.join(map(repr, want))} in this order; correct the table"
+            )
 
 
 class _Run:
