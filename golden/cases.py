@@ -7,12 +7,13 @@ choice of experts in the run is close: a trace records its smallest top-k gap.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from pithtrain.layers.balance import Objective
 from pithtrain.models.architecture import Architecture
 from pithtrain.optim import LearningRate
+from pithtrain.step import Execution
 
 STEPS = 50
 LAYOUT_STEPS = 8  # of a trace that layouts are compared with
@@ -20,28 +21,38 @@ LAYOUT_STEPS = 8  # of a trace that layouts are compared with
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh dp x ep, and n, the number of micro-batches.
+    """A mesh pp x dp x ep, n, the number of micro-batches, and how a step's work is laid out.
 
     resumes_after: steps after which the run is saved and goes on from its checkpoint in a new model; 0 for never.
+    resumes_as: the mesh and execution it then has, None for the same.
     """
 
     dp: int = 1
     ep: int = 1
     num_microbatches: int = 1
+    pp: int = 1
+    execution: Execution = field(default_factory=Execution)
     resumes_after: int = 0
+    resumes_as: "Layout | None" = None
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.ep
+        return self.pp * self.dp * self.ep
 
     @property
     def mesh(self) -> str:
-        sizes = [f"{name.upper()}{size}" for name, size in (("ep", self.ep), ("dp", self.dp)) if size > 1]
+        axes = (("PP", self.pp), ("EP", self.ep), ("DP", self.dp))
+        sizes = [f"{name}{size}" for name, size in axes if size > 1]
         return " x ".join(sizes) or "1 rank"
 
     def __str__(self) -> str:
-        resumed = f", resumed at {self.resumes_after}" if self.resumes_after else ""
-        return f"{self.mesh}, n={self.num_microbatches}{resumed}"
+        schedule, recompute = self.execution.schedule, self.execution.recompute
+        words = [f"{self.mesh}, n={self.num_microbatches}"]
+        words += [schedule] if (schedule, self.pp) != ("1f1b", 1) else []
+        words += [f"recompute {recompute}"] if recompute != "none" else []
+        words += [f"resumed at {self.resumes_after}"] if self.resumes_after else []
+        words += [f"as {self.resumes_as}"] if self.resumes_as else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,14 @@ DENSE_TIED = replace(
     sparse_layers=(True, False, True),
     tie_word_embeddings=True,
 )
+DEEP_TIED = replace(
+    TINY,
+    hidden_size=24,
+    num_layers=8,
+    head_dim=8,
+    sparse_layers=(True, False, True, True, True, True, False, True),
+    tie_word_embeddings=True,
+)
 
 CASES = (
     Case(
@@ -144,6 +163,7 @@ CASES = (
             Layout(ep=4, num_microbatches=2),
             Layout(dp=2, num_microbatches=2),
             Layout(dp=2, ep=2, num_microbatches=2, resumes_after=4),
+            Layout(pp=2, ep=2, num_microbatches=2, execution=Execution(recompute="experts")),
         ),
         bias_rate=0.002,
         num_microbatches=2,
@@ -155,6 +175,30 @@ CASES = (
         objective=Objective("micro_batch", 0.02),
         optimizer=OptimizerSpec("sgd", LearningRate("cosine", 0.3, STEPS, warmup_steps=4, min_lr_ratio=0.2), 0.01),
         layouts=(Layout(dp=2, ep=2), Layout(ep=4)),
+        seed=1,
+    ),
+    Case(
+        name="pipeline",
+        arch=DEEP_TIED,
+        objective=Objective("sequence", 0.02, 0.001),
+        optimizer=OptimizerSpec("adamw", LearningRate("cosine", 3e-3, STEPS, warmup_steps=2)),
+        layouts=(
+            Layout(pp=2, num_microbatches=4),
+            Layout(pp=2, num_microbatches=4, execution=Execution("interleaved", 2, "experts")),
+            Layout(pp=4, num_microbatches=8, execution=Execution(recompute="layer")),
+            Layout(pp=4, num_microbatches=8, execution=Execution("zbv")),
+            Layout(
+                pp=4,
+                num_microbatches=8,
+                execution=Execution("dualpipev"),
+                resumes_after=4,
+                resumes_as=Layout(pp=2, ep=2, execution=Execution("zbv"), num_microbatches=2),
+            ),
+            Layout(pp=2, ep=2, num_microbatches=4, execution=Execution("dualpipev", recompute="experts")),
+            Layout(pp=2, dp=2, num_microbatches=2, execution=Execution("zbv", recompute="layer")),
+            Layout(ep=2, num_microbatches=4, execution=Execution("dualpipev")),
+        ),
+        bias_rate=0.002,
         seed=1,
     ),
 )

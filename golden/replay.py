@@ -4,7 +4,7 @@ Every rank of a world calls `replay` with the same arguments; all return the sam
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,9 +17,9 @@ from pithtrain.data import Batch, SyntheticDataset
 from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.ops.host import read_floats, read_ints
 from pithtrain.optim import SGD, AdamW, Optimizer
-from pithtrain.parallel.mesh import Mesh, make_mesh
+from pithtrain.parallel.mesh import AxisName, Mesh, make_mesh
 from pithtrain.parallel.shard import Shard
-from pithtrain.parallel.transport import AllReduce, Transport
+from pithtrain.parallel.transport import AllReduce, Kind, Transport
 from pithtrain.train.checkpoints import ShardState
 
 
@@ -64,9 +64,10 @@ def batches(case: Case, dataset: SyntheticDataset, layout: Layout, mesh: Mesh, i
     ]
 
 
-def make_trainee(case: Case, mesh: Mesh, transport: Transport) -> tuple[step.Trainee, Optimizer]:
-    """A model of the case, values zero, and its optimizer."""
-    trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"))
+def make_trainee(case: Case, layout: Layout, transport: Transport) -> tuple[step.Trainee, Optimizer]:
+    """A model of the case on the layout's mesh, values zero, and its optimizer."""
+    mesh = make_mesh(pp=layout.pp, dp=layout.dp, ep=layout.ep)
+    trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"), layout.execution)
     return trainee, make_optimizer(case, trainee.shard)
 
 
@@ -74,8 +75,8 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
     """The trace of the case's first `num_steps` steps on the layout's mesh. folder: for its checkpoint, if any."""
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")
-    mesh, transport = make_mesh(dp=layout.dp, ep=layout.ep), Transport()
-    trainee, optimizer = make_trainee(case, mesh, transport)
+    transport = Transport()
+    trainee, optimizer = make_trainee(case, layout, transport)
     trainee.shard.initialise(case.seed)
     dataset = make_dataset(case)
     bias = torch.zeros(trainee.num_sparse_layers, case.arch.num_experts) if case.bias_rate else None
@@ -83,12 +84,13 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
     collectives: dict[str, tuple[int, int]] = {}
     for index in range(num_steps):
         if index and index == layout.resumes_after:
-            trainee, optimizer, bias = through_checkpoint(case, trainee, optimizer, updates, bias, folder / str(layout))
-        parts = batches(case, dataset, layout, mesh, index)
+            place, layout = folder / str(layout), layout.resumes_as or layout
+            trainee, optimizer, bias = through_checkpoint(case, layout, trainee, optimizer, updates, bias, place)
+        parts = batches(case, dataset, layout, trainee.mesh, index)
         if index == 0:
             with counter:
                 update = take(case, trainee, optimizer, parts, index, updates, bias)
-            collectives = sum_of_records(transport, mesh)
+            collectives = sum_of_records(transport, trainee.mesh)
         else:
             update = take(case, trainee, optimizer, parts, index, updates, bias)
         bias = update.expert_bias
@@ -100,9 +102,15 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
 
 
 def through_checkpoint(
-    case: Case, trainee: step.Trainee, optimizer: Optimizer, updates: int, bias: torch.Tensor | None, folder: Path
+    case: Case,
+    layout: Layout,
+    trainee: step.Trainee,
+    optimizer: Optimizer,
+    updates: int,
+    bias: torch.Tensor | None,
+    folder: Path,
 ) -> tuple[step.Trainee, Optimizer, torch.Tensor | None]:
-    """Saves the run and loads it into a new model, as the trainer does."""
+    """Saves the run and loads it into a new model on the layout's mesh, as the trainer does."""
     mesh, transport = trainee.mesh, trainee.transport
 
     def agree(ok: bool) -> bool:
@@ -117,7 +125,7 @@ def through_checkpoint(
     saver.save(ShardState(trainee.shard, optimizer), family, TrainState(updates, updates, 0, 0), biases)
     path = saver.wait()
     assert path is not None, "the checkpoint was not published"
-    trainee, optimizer = make_trainee(case, mesh, transport)
+    trainee, optimizer = make_trainee(case, layout, transport)
     _, loaded = load(path, ShardState(trainee.shard, optimizer), family, ranks, moments=moments)
     trainee.shard.gather()
     return trainee, optimizer, None if bias is None else torch.stack([loaded[layer] for layer in layers])
@@ -162,16 +170,13 @@ def record(case: Case, index: int, update: step.Update) -> Step:
 
 def sum_of_records(transport: Transport, mesh: Mesh) -> dict[str, tuple[int, int]]:
     """Calls and bytes by kind and axis, all ranks together, of what the transport has carried so far."""
-    mine: dict[str, tuple[int, int]] = {}
+    keys = [(kind, axis) for kind in get_args(Kind) for axis in get_args(AxisName)]
+    mine = torch.zeros(len(keys), 2, dtype=torch.int64)
     for entry in transport.records:
-        calls, size = mine.get(f"{entry.kind} {entry.axis}", (0, 0))
-        mine[f"{entry.kind} {entry.axis}"] = (calls + 1, size + entry.bytes)
-    totals = {}
-    for key in sorted(mine):  # every rank takes part in the same kinds
-        (summed,) = transport.run(AllReduce(torch.tensor(mine[key]), mesh.world))
-        calls, size = read_ints(summed)
-        totals[key] = (calls, size)
-    return totals
+        mine[keys.index((entry.kind, entry.axis))] += torch.tensor([1, entry.bytes])
+    (summed,) = transport.run(AllReduce(mine, mesh.world))
+    totals = {f"{kind} {axis}": read_ints(row) for (kind, axis), row in zip(keys, summed, strict=True)}
+    return {key: (calls, size) for key, (calls, size) in sorted(totals.items()) if calls}
 
 
 def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int, folder: Path) -> list[Trace]:

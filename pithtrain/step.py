@@ -7,8 +7,8 @@ M sparse layers, E experts, n micro-batches. "Global" means summed over every ra
 """
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,45 +17,92 @@ from pithtrain import passes
 from pithtrain.data import IGNORED_LABEL, Batch
 from pithtrain.layers.balance import Objective, scope_gradient, sequence_gradient
 from pithtrain.layers.router import Balanced, Choice, Learned
-from pithtrain.models.architecture import Architecture, parameter_specs
-from pithtrain.models.decoder import Decoder, build_decoder
+from pithtrain.models.architecture import Architecture, parameter_specs, split_layers, stage_specs
+from pithtrain.models.decoder import Stage, build_stage
 from pithtrain.ops.host import read_floats, read_ints, to_host
 from pithtrain.ops.linear import Compute
 from pithtrain.ops.rope import rope_tables
 from pithtrain.optim import Optimizer, clip, updated_bias
 from pithtrain.parallel.mesh import Mesh
-from pithtrain.parallel.shard import Flat, Shard
-from pithtrain.parallel.tape import Pass, drive
+from pithtrain.parallel.pipeline.executor import execute
+from pithtrain.parallel.pipeline.schedule import Schedule, ScheduleKind, make_schedule
+from pithtrain.parallel.shard import Flat, Loan, Shard
+from pithtrain.parallel.tape import Observe, Pass, unobserved
 from pithtrain.parallel.transport import AllReduce, Request, Transport
 
 Choices = Sequence[Sequence[Choice]]  # [n][M]: how each micro-batch's experts are chosen in each sparse layer
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a step's work is laid out; it changes the order of summation and nothing else.
+
+    chunks: stages a pipeline rank, None for the schedule's own number. recompute: see passes.Setting.
+    """
+
+    schedule: ScheduleKind = "1f1b"
+    chunks: int | None = None
+    recompute: passes.Recompute = "none"
+
+
 @dataclass(frozen=True, eq=False)
 class Trainee:
-    """A model on its mesh with everything a step reads. `tables` are RoPE's, one row a position."""
+    """A model on its mesh with everything a step reads. stages: this rank's, by their place in the model.
 
-    model: Decoder
+    tables: RoPE's, one row a position. observe: what sees the step as it runs.
+    """
+
+    arch: Architecture
+    stages: dict[int, Stage]
     shard: Shard
     mesh: Mesh
     transport: Transport
     tables: tuple[Tensor, Tensor]
+    execution: Execution
+    observe: Observe = unobserved
 
     @property
     def num_sparse_layers(self) -> int:
-        return sum(self.model.arch.sparse_layers)
+        """Of the whole model."""
+        return sum(self.arch.sparse_layers)
 
     @property
     def device(self) -> torch.device:
         return self.tables[0].device
 
+    def schedule(self, num_microbatches: int) -> Schedule:
+        execution = self.execution
+        return make_schedule(execution.schedule, self.mesh.pp.size, num_microbatches, execution.chunks)
 
-def build(arch: Architecture, mesh: Mesh, transport: Transport, sequence_length: int, device: torch.device) -> Trainee:
-    """The model of this rank, values zero: fill them by `trainee.shard.initialise` or from a checkpoint."""
-    shard = Shard.create(parameter_specs(arch), mesh, transport, device)
-    model = build_decoder(arch, shard.weights(), arch.num_experts // mesh.ep.size)
+
+def build(
+    arch: Architecture,
+    mesh: Mesh,
+    transport: Transport,
+    sequence_length: int,
+    device: torch.device,
+    execution: Execution | None = None,
+) -> Trainee:
+    """The stages of this rank, values zero: fill them by `trainee.shard.initialise` or from a checkpoint."""
+    execution = execution or Execution()
+    layers, shard = place(arch, mesh, transport, device, execution)
+    weights, local = shard.weights(), arch.num_experts // mesh.ep.size
+    stages = {stage: build_stage(arch, weights, layers[stage], local) for stage in layers}
     tables = rope_tables(sequence_length, arch.head_dim, arch.rope_theta, device)
-    return Trainee(model, shard, mesh, transport, tables)
+    return Trainee(arch, stages, shard, mesh, transport, tables, execution)
+
+
+def place(
+    arch: Architecture, mesh: Mesh, transport: Transport, device: torch.device, execution: Execution
+) -> tuple[dict[int, range], Shard]:
+    """The layers of each stage of this rank, and storage for their parameters."""
+    rank_of = make_schedule(execution.schedule, mesh.pp.size, 1, execution.chunks).rank_of
+    split = split_layers(arch, len(rank_of))
+    layers = {stage: split[stage] for stage, rank in enumerate(rank_of) if rank == mesh.pp.index}
+    held = {spec.name for stage in layers.values() for spec in stage_specs(arch, stage)}
+    lent = arch.tie_word_embeddings and rank_of[0] != rank_of[-1]
+    loan = Loan("embedding", owner=rank_of[0], borrower=rank_of[-1]) if lent else None
+    return layers, Shard.create(parameter_specs(arch), mesh, transport, device, held, loan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +120,8 @@ class Gradients:
 
     loss: cross-entropy, nats a label. balance_loss, z_loss: as added to it. flat: this rank's reduced gradients.
     square_norms: of each parameter's gradient, by name. num_tokens_per_expert: [M, E] int64 on CPU, no padding.
-    chosen: [n][M] expert ids of this rank's tokens. gap: the smallest top-k gap this rank saw.
+    chosen: for each micro-batch the expert ids of this rank's tokens, by sparse layer. gap: the smallest top-k gap this
+    rank saw.
     """
 
     loss: float
@@ -83,7 +131,7 @@ class Gradients:
     square_norms: dict[str, float]
     num_tokens_per_expert: Tensor
     num_labels: int
-    chosen: tuple[tuple[Tensor, ...], ...]
+    chosen: tuple[dict[int, Tensor], ...]
     gap: float
 
     @property
@@ -94,20 +142,6 @@ class Gradients:
     @property
     def finite(self) -> bool:
         return all(math.isfinite(x) for x in (self.loss, self.balance_loss, self.z_loss, self.norm))
-
-
-@dataclass(eq=False)
-class _Sums:
-    """Sums over the micro-batches of a step, filled as they run, in order."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    balance: list[Tensor] = field(default_factory=list)
-    z: list[Tensor] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-    global_counts: Tensor | None = None  # [M, E], of slices 0..i over all ranks
-    global_tokens: int = 0
-    gaps: list[Tensor] = field(default_factory=list)
-    chosen: list[tuple[Tensor, ...]] = field(default_factory=list)
 
 
 def count(trainee: Trainee, batches: Sequence[Batch]) -> Totals:
@@ -135,108 +169,151 @@ def balanced(trainee: Trainee, num_microbatches: int) -> Choices:
 
 
 def gradients(
-    trainee: Trainee, batches: Sequence[Batch], objective: Objective, choices: Choices, compute: Compute
-) -> Gradients:
-    """Forward and backward of this rank's micro-batches of a global batch, and the gradients' reduction.
-
-    Weight gradients that wait in the queue of `compute` are added before it.
-    """
-    totals, sums = count(trainee, batches), _Sums()
-    trainee.shard.zero_grads()
-    for index, batch in enumerate(batches):
-        inputs = _inputs(trainee, batch, choices[index], 1 / max(totals.labels, 1))
-        drive(trainee.transport, _microbatch(trainee, index, inputs, objective, totals, sums, compute))
-    compute.drain()
-    return _reduce(trainee, totals, sums)
-
-
-def _inputs(trainee: Trainee, batch: Batch, choices: Sequence[Choice], scale: float | None) -> passes.Inputs:
-    length, device = batch.tokens.shape[1], trainee.device
-    cos, sin = (table[:length] for table in trainee.tables)
-    padding = None if batch.padding is None else batch.padding.to(device)
-    return passes.Inputs(batch.tokens.to(device), batch.labels.to(device), padding, (cos, sin), choices, scale)
-
-
-def _microbatch(
     trainee: Trainee,
-    index: int,
-    inputs: passes.Inputs,
+    batches: Sequence[Batch],
     objective: Objective,
-    totals: Totals,
-    sums: _Sums,
+    choices: Choices,
     compute: Compute,
-) -> Pass[None]:
-    """One micro-batch forward and backward, its losses and counts added to `sums`."""
-    done = yield from passes.forward(trainee.model, inputs, trainee.mesh, compute)
-    loads = done.loads
-    sums.losses.append(done.loss)
-    sums.gaps += [load.gap for load in loads]
-    sums.chosen.append(tuple(load.topk_expert_ids for load in loads))
-    grad_prob_sums: list[Tensor | None] = [None] * len(loads)
-    grad_z_sum = None
-    if loads:
-        sums.counts.append(torch.stack([load.num_tokens_per_expert.sum(0) for load in loads]))
-    if loads and objective.balance != "none" and objective.balance_coef:
-        weighted = yield from _balance_gradient(trainee, index, inputs, loads, objective, totals, sums)
-        sums.balance += [(grad * load.prob_sum).sum() for grad, load in zip(weighted, loads, strict=True)]
-        grad_prob_sums = [grad.expand_as(load.prob_sum) for grad, load in zip(weighted, loads, strict=True)]
-    if loads and objective.z_coef:
-        grad_z_sum = loads[0].z_sum.new_tensor(objective.z_coef / max(sum(totals.slice_tokens), 1))
-        sums.z += [grad_z_sum * load.z_sum for load in loads]
-    yield from passes.backward(trainee.model, done, grad_prob_sums, grad_z_sum)
+) -> Gradients:
+    """Forward and backward of this rank's micro-batches of a global batch, and the gradients' reduction."""
+    work = _Work(trainee, batches, choices, compute, objective, count(trainee, batches))
+    trainee.shard.zero_grads()
+    work.execute(trainee.schedule(len(batches)))
+    return trainee.observe("reduce", "step", work.reduce)
 
 
-def _balance_gradient(
-    trainee: Trainee,
-    index: int,
-    inputs: passes.Inputs,
-    loads: Sequence[passes.LayerLoad],
-    objective: Objective,
-    totals: Totals,
-    sums: _Sums,
-) -> Generator[Request, tuple[Tensor, ...], Tensor]:
-    """The gradient of every layer's prob_sum: [M, B, E], or [M, 1, E] where it is the same for every sequence."""
-    top_k, n = trainee.model.arch.top_k, len(totals.slice_tokens)
-    if objective.balance == "sequence":
-        counts = torch.stack([load.num_tokens_per_expert for load in loads])
-        batch, length = inputs.tokens.shape
-        lengths = torch.full((batch,), length, device=counts.device)
-        if inputs.padding is not None:
-            lengths = (~inputs.padding).sum(1)
-        grad = sequence_gradient(counts, lengths, top_k, totals.num_sequences)
+@dataclass(eq=False)
+class _Work:
+    """The actions of one step's schedule, and the sums over its micro-batches, filled as they run.
+
+    Every stage takes its micro-batches in ascending order. totals None: evaluation, forwards only.
+    """
+
+    trainee: Trainee
+    batches: Sequence[Batch]
+    choices: Choices
+    compute: Compute
+    objective: Objective
+    totals: Totals | None
+    losses: list[Tensor] = field(default_factory=list)
+    balance: list[Tensor] = field(default_factory=list)
+    z: list[Tensor] = field(default_factory=list)
+    gaps: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        trainee = self.trainee
+        shape = trainee.num_sparse_layers, trainee.arch.num_experts
+        self.counts = torch.zeros(shape, dtype=torch.int64, device=trainee.device)  # of this rank's tokens and stages
+        self.global_counts = torch.zeros_like(self.counts)  # of every rank's, where the balance loss asks for them
+        self.chosen: list[dict[int, Tensor]] = [{} for _ in self.batches]
+        self.queues: dict[tuple[int, int], Compute] = {}  # weight gradients that wait, by stage and micro-batch
+        self.live: dict[tuple[int, int], Callable[[Tensor | None], Pass[Tensor | None]]] = {}  # backward passes to come
+
+    def execute(self, schedule: Schedule) -> None:
+        trainee, batch = self.trainee, self.batches[0]
+        assert all(other.tokens.shape == batch.tokens.shape for other in self.batches), "micro-batches of one shape"
+        self.schedule = schedule
+        like = torch.empty(*batch.tokens.shape, trainee.arch.hidden_size, device=trainee.device)
+        execute(schedule, self, trainee.mesh, trainee.transport, like, trainee.observe)
+
+    def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Pass[Tensor | None]:
+        trainee, model, compute = self.trainee, self.trainee.stages[stage], self.compute
+        if self.schedule.splits(stage, microbatch):
+            compute = self.queues[stage, microbatch] = replace(compute, deferred=[])
+        setting = passes.Setting(trainee.mesh, compute, trainee.execution.recompute, trainee.observe)
+        inputs = self.inputs(microbatch)
+        done = yield from passes.forward(model, inputs, hidden, setting)
+        if done.head is not None:
+            self.losses.append(done.head.loss)
+        if self.totals is None:
+            return done.hidden
+        grad_prob_sums, grad_z_sum = yield from self.balance_gradients(microbatch, inputs, done.loads, self.totals)
+        kept = replace(done, hidden=None)
+        self.live[stage, microbatch] = lambda grad: passes.backward(model, kept, grad, grad_prob_sums, grad_z_sum)
+        return done.hidden
+
+    def backward(self, stage: int, microbatch: int, grad: Tensor | None) -> Pass[Tensor | None]:
+        return self.live.pop((stage, microbatch))(grad)
+
+    def weight_gradients(self, stage: int, microbatch: int) -> None:
+        self.queues.pop((stage, microbatch)).drain()
+
+    def inputs(self, microbatch: int) -> passes.Inputs:
+        batch, device = self.batches[microbatch], self.trainee.device
+        cos, sin = (table[: batch.tokens.shape[1]] for table in self.trainee.tables)
+        padding = None if batch.padding is None else batch.padding.to(device)
+        scale = None if self.totals is None else 1 / max(self.totals.labels, 1)
+        choices = self.choices[microbatch]
+        return passes.Inputs(batch.tokens.to(device), batch.labels.to(device), padding, (cos, sin), choices, scale)
+
+    def balance_gradients(
+        self, microbatch: int, inputs: passes.Inputs, loads: Mapping[int, passes.LayerLoad], totals: Totals
+    ) -> Generator[Request, tuple[Tensor, ...], tuple[dict[int, Tensor], Tensor | None]]:
+        """Notes a stage's loads; gives the gradients of each prob_sum, by row, and of every z_sum."""
+        self.gaps += [load.gap for load in loads.values()]
+        self.chosen[microbatch] |= {row: load.topk_expert_ids for row, load in loads.items()}
+        grad_prob_sums, grad_z_sum = dict[int, Tensor](), None
+        for row, load in loads.items():
+            self.counts[row] += load.num_tokens_per_expert.sum(0)
+        if loads and self.objective.balance != "none" and self.objective.balance_coef:
+            weighted = yield from self.balance_gradient(microbatch, inputs, loads, totals)
+            for grad, (row, load) in zip(weighted, loads.items(), strict=True):
+                self.balance.append((grad * load.prob_sum).sum())
+                grad_prob_sums[row] = grad.expand_as(load.prob_sum)
+        if loads and self.objective.z_coef:
+            grad_z_sum = torch.tensor(
+                self.objective.z_coef / max(sum(totals.slice_tokens), 1), device=self.counts.device
+            )
+            self.z += [grad_z_sum * load.z_sum for load in loads.values()]
+        return grad_prob_sums, grad_z_sum
+
+    def balance_gradient(
+        self, microbatch: int, inputs: passes.Inputs, loads: Mapping[int, passes.LayerLoad], totals: Totals
+    ) -> Generator[Request, tuple[Tensor, ...], Tensor]:
+        """The gradient of the prob_sum of a stage's m layers: [m, B, E], or [m, 1, E] if one for all sequences."""
+        arch, objective, n = self.trainee.arch, self.objective, len(totals.slice_tokens)
+        counts = torch.stack([load.num_tokens_per_expert for load in loads.values()])
+        if objective.balance == "sequence":
+            batch, length = inputs.tokens.shape
+            lengths = torch.full((batch,), length, device=counts.device)
+            if inputs.padding is not None:
+                lengths = (~inputs.padding).sum(1)
+            grad = sequence_gradient(counts, lengths, arch.top_k, totals.num_sequences)
+            return grad * objective.balance_coef
+        (counts,) = yield AllReduce(counts.sum(1), self.trainee.mesh.dense, "balance_counts")
+        tokens = totals.slice_tokens[microbatch]
+        if objective.balance == "global_batch":
+            rows = slice(min(loads), max(loads) + 1)
+            self.global_counts[rows] += counts
+            counts, tokens = self.global_counts[rows].clone(), sum(totals.slice_tokens[: microbatch + 1])
+        grad = scope_gradient(counts, tokens, arch.top_k, totals.slice_tokens[microbatch], n)
         return grad * objective.balance_coef
-    (counts,) = yield AllReduce(sums.counts[-1].clone(), trainee.mesh.dense)
-    tokens = totals.slice_tokens[index]
-    if objective.balance == "global_batch":
-        sums.global_counts = counts = counts if sums.global_counts is None else sums.global_counts + counts
-        sums.global_tokens = tokens = sums.global_tokens + tokens
-    grad = scope_gradient(counts, tokens, top_k, totals.slice_tokens[index], n)
-    return grad * objective.balance_coef
 
-
-def _reduce(trainee: Trainee, totals: Totals, sums: _Sums) -> Gradients:
-    """Gradients to their owners; losses, counts and norms to everyone. One host read of floats, one of counts."""
-    flat = trainee.shard.reduce()
-    zero = torch.zeros((), dtype=torch.float64, device=trainee.device)
-    local = torch.stack([sum((x.double() for x in xs), zero) for xs in (sums.losses, sums.balance, sums.z)])
-    (losses,) = trainee.transport.run(AllReduce(local, trainee.mesh.dense))
-    counts = torch.zeros(0, trainee.model.arch.num_experts, dtype=torch.int64)
-    if sums.counts:
-        (counts,) = trainee.transport.run(AllReduce(torch.stack(sums.counts).sum(0), trainee.mesh.dense))
-    gap = torch.stack(sums.gaps).min() if sums.gaps else zero + math.inf
-    norms = trainee.shard.square_norms(flat)
-    loss, balance, z, smallest_gap, *squares = read_floats(torch.cat([losses, gap.double()[None], norms]))
-    return Gradients(
-        loss=loss / max(totals.labels, 1),
-        balance_loss=balance,
-        z_loss=z,
-        flat=flat,
-        square_norms=dict(zip(trainee.shard.placements, squares, strict=True)),
-        num_tokens_per_expert=to_host(counts),
-        num_labels=totals.labels,
-        chosen=tuple(sums.chosen),
-        gap=smallest_gap,
-    )
+    def reduce(self) -> Gradients:
+        """Gradients to their owners; losses, counts and norms to everyone. One host read of floats, one of counts."""
+        trainee, totals = self.trainee, self.totals
+        assert totals is not None and not self.live and not self.queues, "every backward pass and weight gradient ran"
+        flat = trainee.shard.reduce()
+        zero = torch.zeros((), dtype=torch.float64, device=trainee.device)
+        local = torch.stack([sum((x.double() for x in xs), zero) for xs in (self.losses, self.balance, self.z)])
+        (losses,) = trainee.transport.run(AllReduce(local, trainee.mesh.world))
+        counts = self.counts
+        if counts.shape[0]:
+            (counts,) = trainee.transport.run(AllReduce(counts, trainee.mesh.world))
+        gap = torch.stack(self.gaps).min() if self.gaps else zero + math.inf
+        norms = trainee.shard.square_norms(flat)
+        loss, balance, z, smallest_gap, *squares = read_floats(torch.cat([losses, gap.double()[None], norms]))
+        return Gradients(
+            loss=loss / max(totals.labels, 1),
+            balance_loss=balance,
+            z_loss=z,
+            flat=flat,
+            square_norms={spec.name: square for spec, square in zip(trainee.shard.specs, squares, strict=True)},
+            num_tokens_per_expert=to_host(counts),
+            num_labels=totals.labels,
+            chosen=tuple(self.chosen),
+            gap=smallest_gap,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,8 +350,8 @@ def train_step(
         return Update(result, applied=False, expert_bias=expert_bias)
     if clip_norm is not None:
         clip(result.flat, result.norm, clip_norm)
-    optimizer.step(result.flat, lr, updates)
-    trainee.shard.gather()
+    trainee.observe("optimizer", "step", lambda: optimizer.step(result.flat, lr, updates))
+    trainee.observe("gather", "step", trainee.shard.gather)
     if expert_bias is not None:
         counts = result.num_tokens_per_expert.to(expert_bias.device)
         expert_bias = updated_bias(expert_bias, counts, bias_rate)
@@ -282,17 +359,13 @@ def train_step(
 
 
 def evaluate(trainee: Trainee, batches: Sequence[Batch], expert_bias: Tensor | None = None) -> float:
-    """The token-mean loss, in nats, of every rank's batches together, without gradients."""
-    choices = learned(trainee, len(batches), expert_bias)
-    loss = torch.zeros((), dtype=torch.float64, device=trainee.device)
-    labels = 0
-    for batch, layers in zip(batches, choices, strict=True):
-        inputs = _inputs(trainee, batch, layers, None)
-        (done,) = drive(trainee.transport, passes.forward(trainee.model, inputs, trainee.mesh, Compute()))
-        loss += done.loss.double()
-        labels += int((batch.labels != IGNORED_LABEL).sum())
+    """The token-mean loss, in nats, of every rank's batches together, without gradients. Batches have one shape."""
+    work = _Work(trainee, batches, learned(trainee, len(batches), expert_bias), Compute(), Objective(), None)
+    work.execute(trainee.schedule(len(batches)).forwards())
+    loss = sum((loss.double() for loss in work.losses), torch.zeros((), dtype=torch.float64, device=trainee.device))
+    labels = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches) if work.losses else 0
     local = torch.stack([loss, loss.new_tensor(float(labels))])
-    total, number = read_floats(trainee.transport.run(AllReduce(local, trainee.mesh.dense))[0])
+    total, number = read_floats(trainee.transport.run(AllReduce(local, trainee.mesh.world))[0])
     return total / max(number, 1.0)
 
 

@@ -109,7 +109,7 @@ def _load_tensors(
 
 
 def _scatter(kind: str, slices: Mapping[str, Any], state: ModelState, family: Family) -> None:
-    for name in state.names():
+    for name in filter(state.holds, state.names()):
         experts = state.local_experts(name)
         part = None if experts is None else slice(experts.start, experts.stop)
         tensor = family.names.from_family(name, experts, lambda theirs: slices[theirs][:].to(torch.float32))

@@ -28,8 +28,11 @@ class ModelState(Protocol):
     def scatter(self, kind: str, name: str, expert: slice | None, tensor: Tensor) -> None:
         """Local. Keep what this rank owns of the tensor: all of it, or only the experts in the slice."""
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank keeps anything of `name`."""
+
     def local_experts(self, name: str) -> range | None:
-        """The experts of `name` that this rank holds; None for a dense parameter."""
+        """The experts of `name`, which this rank holds, that it keeps; None for a dense parameter."""
 
 
 class Family(Protocol):

@@ -1,6 +1,8 @@
 """The shape of a decoder, in the trainer's own words. Families translate their config.json to it and back."""
 
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 
 from pithtrain.ops.parameter import ParameterSpec
 
@@ -57,12 +59,50 @@ def layer_specs(arch: Architecture, layer: int) -> list[ParameterSpec]:
     ]
 
 
-def parameter_specs(arch: Architecture) -> list[ParameterSpec]:
-    """Every parameter of the model. A tied head is the embedding and has no entry of its own."""
-    specs = [ParameterSpec("embedding", (arch.vocab_size, arch.hidden_size), std=arch.initializer_range)]
-    for layer in range(arch.num_layers):
+def stage_specs(arch: Architecture, layers: range) -> list[ParameterSpec]:
+    """The parameters of consecutive layers, with the embedding before the first and norm and head after the last.
+
+    A tied head is the embedding and has no entry of its own.
+    """
+    specs = []
+    if layers.start == 0:
+        specs.append(ParameterSpec("embedding", (arch.vocab_size, arch.hidden_size), std=arch.initializer_range))
+    for layer in layers:
         specs += layer_specs(arch, layer)
-    specs.append(ParameterSpec("norm", (arch.hidden_size,), decay=False))
-    if not arch.tie_word_embeddings:
-        specs.append(ParameterSpec("head", (arch.vocab_size, arch.hidden_size), std=arch.initializer_range))
+    if layers.stop == arch.num_layers:
+        specs.append(ParameterSpec("norm", (arch.hidden_size,), decay=False))
+        if not arch.tie_word_embeddings:
+            specs.append(ParameterSpec("head", (arch.vocab_size, arch.hidden_size), std=arch.initializer_range))
     return specs
+
+
+def parameter_specs(arch: Architecture) -> list[ParameterSpec]:
+    """Every parameter of the model, in the order in which a token meets them."""
+    return stage_specs(arch, range(arch.num_layers))
+
+
+def split_layers(arch: Architecture, num_stages: int) -> tuple[range, ...]:
+    """Every layer in one stage, stages of consecutive layers, at least one each, the costliest as cheap as can be.
+
+    A stage costs the parameters that a token meets there: of experts top_k, of the embedding one row, the whole head.
+    """
+    assert num_stages <= arch.num_layers, f"{arch.num_layers} layers do not fill {num_stages} stages"
+    costs = [sum(_touched(arch, spec) for spec in layer_specs(arch, layer)) for layer in range(arch.num_layers)]
+    costs[0] += arch.hidden_size
+    costs[-1] += arch.vocab_size * arch.hidden_size
+
+    @cache
+    def best(stages: int, stop: int) -> tuple[int, tuple[int, ...]]:
+        """Of the first `stop` layers: the cost of the costliest of `stages` stages, and where each starts."""
+        if stages == 1:
+            return sum(costs[:stop]), (0,)
+        before = {start: best(stages - 1, start) for start in range(stages - 1, stop)}
+        return min((max(cost, sum(costs[start:stop])), (*starts, start)) for start, (cost, starts) in before.items())
+
+    _, starts = best(num_stages, arch.num_layers)
+    return tuple(range(start, stop) for start, stop in zip(starts, (*starts[1:], arch.num_layers), strict=True))
+
+
+def _touched(arch: Architecture, spec: ParameterSpec) -> int:
+    share = arch.top_k / arch.num_experts if spec.expert else 1
+    return round(prod(spec.shape) * share)

@@ -1,7 +1,8 @@
-"""A decoder as segments: compute between exchanges, named as profiles, timelines and skills speak of them.
+"""A decoder in stages of consecutive layers, each layer a list of segments.
 
-A sparse layer is attention, (dispatch), experts, (combine), aggregate; a dense one is attention alone. Segments take
-and return tensors and never communicate. B sequences, S positions, T = B * S tokens, D hidden.
+A segment is compute between exchanges, named as profiles, timelines and skills speak of it. A sparse layer is
+attention, (dispatch), experts, (combine), aggregate; a dense one is attention alone. Segments take and return tensors
+and never communicate. B sequences, S positions, T = B * S tokens, D hidden.
 """
 
 from collections.abc import Mapping
@@ -45,9 +46,10 @@ class DenseLayer:
 
 @dataclass(frozen=True, eq=False)
 class SparseLayer:
-    """Attention and a mixture of experts, cut where tokens cross ranks."""
+    """Attention and a mixture of experts, cut where tokens cross ranks. row: its place among the sparse layers."""
 
     name: str
+    row: int
     attention_norm: Weight
     attention: Attention
     mlp_norm: Weight
@@ -89,30 +91,45 @@ Layer = DenseLayer | SparseLayer
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
-    """The whole model of one rank: its experts, everything else in full."""
+class Stage:
+    """Consecutive layers of the model on one rank: its experts, everything else in full.
+
+    embedding: None but in the first stage. norm, head: None but in the last. One stage may be the whole model.
+    """
 
     arch: Architecture
-    embedding: Weight
+    embedding: Weight | None
     layers: tuple[Layer, ...]
-    norm: Weight
-    head: Weight
+    norm: Weight | None
+    head: Weight | None
+
+    @property
+    def rows(self) -> list[int]:
+        """The stage's sparse layers, by their place among the model's."""
+        return [layer.row for layer in self.layers if isinstance(layer, SparseLayer)]
 
     def embed(self, tokens: Tensor) -> tuple[Tensor]:
         """tokens [B, S] int64 -> [B, S, D]."""
+        assert self.embedding is not None
         return (embedding(tokens, self.embedding),)
 
     def final_norm(self, hidden_states: Tensor) -> tuple[Tensor]:
         """[B, S, D] -> [T, D], what the head reads."""
+        assert self.norm is not None
         normed = rms_norm(hidden_states, self.norm, self.arch.rms_norm_eps)
         return (normed.view(-1, self.arch.hidden_size),)
 
 
-def build_decoder(arch: Architecture, weights: Mapping[str, Weight], num_local_experts: int) -> Decoder:
+def build_stage(arch: Architecture, weights: Mapping[str, Weight], layers: range, num_local_experts: int) -> Stage:
     """weights by our global names; expert weights hold this rank's experts only."""
-    layers = tuple(_build_layer(arch, weights, index, num_local_experts) for index in range(arch.num_layers))
-    head = weights["embedding" if arch.tie_word_embeddings else "head"]
-    return Decoder(arch, weights["embedding"], layers, weights["norm"], head)
+    first, last = layers.start == 0, layers.stop == arch.num_layers
+    return Stage(
+        arch,
+        embedding=weights["embedding"] if first else None,
+        layers=tuple(_build_layer(arch, weights, index, num_local_experts) for index in layers),
+        norm=weights["norm"] if last else None,
+        head=weights["embedding" if arch.tie_word_embeddings else "head"] if last else None,
+    )
 
 
 def _build_layer(arch: Architecture, weights: Mapping[str, Weight], index: int, num_local_experts: int) -> Layer:
@@ -134,4 +151,5 @@ def _build_layer(arch: Architecture, weights: Mapping[str, Weight], index: int, 
     router = Router(weights[f"{name}.router"], arch.top_k, arch.norm_topk_prob)
     experts = SwiGLUExperts(weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"])
     local = LocalExperts(experts, num_local_experts)
-    return SparseLayer(name, attention_norm, attention, mlp_norm, router, local, eps)
+    row = sum(arch.sparse_layers[:index])
+    return SparseLayer(name, row, attention_norm, attention, mlp_norm, router, local, eps)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-AxisName = Literal["pp", "dp", "cp", "ep", "dense", "expert", "world"]
+AxisName = Literal["pp", "pp_back", "dp", "cp", "ep", "dense", "expert", "world"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,17 +21,29 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """This rank's place. Dense parameters are sharded over `dense` (dp x cp x ep), experts over `expert` (dp x cp)."""
+    """This rank's place. Dense parameters are sharded over `dense` (dp x cp x ep), experts over `expert` (dp x cp).
+
+    Messages to higher pipeline ranks go over `pp`, those to lower ones over `pp_back`: neither waits for the other.
+    """
 
     rank: int
     world_size: int
     pp: Axis
+    pp_back: Axis
     dp: Axis
     cp: Axis
     ep: Axis
     dense: Axis
     expert: Axis
     world: Axis
+
+    def towards(self, peer: int) -> Axis:
+        """The axis that carries this pipeline rank's messages to pipeline rank `peer`."""
+        return self.pp if self.pp.index < peer else self.pp_back
+
+    def back_from(self, peer: int) -> Axis:
+        """The axis that carries pipeline rank `peer`'s messages to this one."""
+        return self.pp if peer < self.pp.index else self.pp_back
 
     @property
     def data_ranks(self) -> int:
@@ -49,6 +61,7 @@ class Mesh:
 
 DIMS: dict[AxisName, tuple[int, ...]] = {  # which of (pp, dp, cp, ep) vary within a group of the axis
     "pp": (0,),
+    "pp_back": (0,),
     "dp": (1,),
     "cp": (2,),
     "ep": (3,),
@@ -73,7 +86,7 @@ def _axis(sizes: tuple[int, int, int, int], name: AxisName, rank: int) -> Axis:
     mine = next(ranks for ranks in groups if rank in ranks)
     if len(mine) == 1:
         return Axis(name, 1, 0, None)
-    if len(groups) == 1:
+    if len(groups) == 1 and DIMS[name] != DIMS["pp"]:  # messages between two ranks keep to a group of their own
         return Axis(name, len(mine), mine.index(rank), dist.group.WORLD)
     made = {tuple(ranks): dist.new_group(ranks) for ranks in groups}
     return Axis(name, len(mine), mine.index(rank), made[tuple(mine)])

@@ -4,9 +4,12 @@ A bucket holds the parameters that are reduced over one axis: dense ones over dp
 values, whole on every rank, are what layers read; each rank owns one equal slice of them, the master shard, and the
 optimizer steps on that slice alone. `reduce` sums gradients into the owners' slices once a step; `gather` fetches what
 the owners changed. Weight decay applies to the first part of a bucket only. All storage is fp32.
+
+A pipeline rank holds the parameters of its stages. One that two pipeline ranks read (a tied embedding) has one owner;
+the other borrows it: hands in its gradient before `reduce` and gets the value with `gather`, so the two stay equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from pithtrain.ops.parameter import ParameterSpec, Weight, initial_values
 from pithtrain.parallel.mesh import Axis, Mesh
-from pithtrain.parallel.transport import AllReduce, Transport
+from pithtrain.parallel.transport import AllReduce, Receive, Send, Transport
 
 ALIGNMENT = 64  # elements: every parameter starts on a 256-byte boundary
 
@@ -78,30 +81,63 @@ def _allocate(placements: Sequence[Placement], axis: Axis, device: torch.device)
     return Bucket(axis, values, grads, decay_stop)
 
 
+@dataclass(frozen=True)
+class Loan:
+    """A dense parameter that pipeline rank `owner` keeps and pipeline rank `borrower` reads too."""
+
+    name: str
+    owner: int
+    borrower: int
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """All parameters of this rank's model, by our global names, in the model's order."""
+    """The parameters of this rank's stages, by our global names.
+
+    specs: those of the whole model, in its order. placements: of those this rank holds, in that order. borrowed: the
+    loan's parameter on the borrower, else empty.
+    """
 
     mesh: Mesh
     transport: Transport
+    specs: tuple[ParameterSpec, ...]
     buckets: dict[str, Bucket]
     placements: dict[str, Placement]
+    loan: Loan | None
+    borrowed: dict[str, Weight]
 
     @staticmethod
-    def create(specs: Sequence[ParameterSpec], mesh: Mesh, transport: Transport, device: torch.device) -> "Shard":
-        """Storage for the parameters, values zero: fill it by `initialise` or by a checkpoint."""
+    def create(
+        specs: Sequence[ParameterSpec],
+        mesh: Mesh,
+        transport: Transport,
+        device: torch.device,
+        held: Collection[str] | None = None,
+        loan: Loan | None = None,
+    ) -> "Shard":
+        """Storage for the parameters, values zero: fill it by `initialise` or by a checkpoint.
+
+        specs: the whole model's. held: the names this rank keeps, None for all.
+        """
         axes = {"dense": mesh.dense, "expert": mesh.expert}
+        kept = [spec for spec in specs if held is None or spec.name in held]
         placed = {
-            bucket: _place([spec for spec in specs if spec.expert == (bucket == "expert")], bucket, mesh.ep.size)
+            bucket: _place([spec for spec in kept if spec.expert == (bucket == "expert")], bucket, mesh.ep.size)
             for bucket in axes
         }
         buckets = {bucket: _allocate(placed[bucket], axis, device) for bucket, axis in axes.items()}
         by_name = {place.spec.name: place for places in placed.values() for place in places}
-        return Shard(mesh, transport, buckets, {spec.name: by_name[spec.name] for spec in specs})
+        placements = {spec.name: by_name[spec.name] for spec in kept}
+        borrowed = {
+            spec.name: Weight(*(torch.zeros(spec.shape, dtype=torch.float32, device=device) for _ in range(2)))
+            for spec in specs
+            if loan is not None and spec.name == loan.name and mesh.pp.index == loan.borrower
+        }
+        return Shard(mesh, transport, tuple(specs), buckets, placements, loan, borrowed)
 
     def weights(self) -> dict[str, Weight]:
-        """Every parameter as layers see it: views of the buckets."""
-        return {
+        """Every parameter as layers see it: views of the buckets, and what is borrowed."""
+        return self.borrowed | {
             name: Weight(self._view(self.buckets[p.bucket].values, p), self._view(self.buckets[p.bucket].grads, p))
             for name, p in self.placements.items()
         }
@@ -110,8 +146,12 @@ class Shard:
     def _view(flat: Tensor, place: Placement) -> Tensor:
         return flat[place.start : place.stop].view(place.shape)
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank keeps the parameter."""
+        return name in self.placements
+
     def local_experts(self, name: str) -> range | None:
-        """The global numbers of the experts of `name` this rank holds; None for a dense parameter."""
+        """The global numbers of the experts of `name`, which this rank holds; None for a dense parameter."""
         place = self.placements[name]
         if not place.spec.expert:
             return None
@@ -120,6 +160,9 @@ class Shard:
 
     def initialise(self, seed: int) -> None:
         """Draws every value from its name, expert and seed."""
+        for spec in self.specs:
+            if spec.name in self.borrowed:
+                self.borrowed[spec.name].value.copy_(initial_values(spec, None, seed))
         for name, place in self.placements.items():
             target, experts = self._view(self.buckets[place.bucket].values, place), self.local_experts(name)
             if experts is None:
@@ -131,9 +174,18 @@ class Shard:
     def zero_grads(self) -> None:
         for bucket in self.buckets.values():
             bucket.grads.zero_()
+        for weight in self.borrowed.values():
+            weight.grad.zero_()
 
     def reduce(self) -> Flat:
         """Gradients summed over every rank that holds the parameter: this rank's slices."""
+        if self.loan is not None:
+            weights, at = self.weights(), self.mesh.pp.index
+            if at == self.loan.borrower:
+                self._send(weights[self.loan.name].grad, self.loan.owner)
+            elif at == self.loan.owner:
+                grad = weights[self.loan.name].grad
+                grad += self._receive(torch.empty_like(grad), self.loan.borrower)
         return {name: self.transport.reduce_scatter(bucket.grads, bucket.axis) for name, bucket in self.buckets.items()}
 
     def masters(self) -> Flat:
@@ -144,14 +196,27 @@ class Shard:
         """Fetches every other owner's slice after the optimizer changed them."""
         for bucket in self.buckets.values():
             self.transport.all_gather_into(bucket.values, bucket.master, bucket.axis)
+        if self.loan is not None:
+            weights, at = self.weights(), self.mesh.pp.index
+            if at == self.loan.owner:
+                self._send(weights[self.loan.name].value, self.loan.borrower)
+            elif at == self.loan.borrower:
+                self._receive(weights[self.loan.name].value, self.loan.owner)
+
+    def _send(self, tensor: Tensor, peer: int) -> None:
+        self.transport.run(Send(tensor, peer, self.mesh.towards(peer)))
+
+    def _receive(self, buffer: Tensor, peer: int) -> Tensor:
+        (received,) = self.transport.run(Receive(buffer, peer, self.mesh.back_from(peer)))
+        return received
 
     def square_norms(self, flat: Flat) -> Tensor:
-        """Squared norm of each whole parameter's part of `flat`, in the order of `placements`: [parameters] fp64."""
-        squares = [
-            torch.linalg.vector_norm(self._owned(flat, place)[0]).double().square()
-            for place in self.placements.values()
-        ]
-        (summed,) = self.transport.run(AllReduce(torch.stack(squares), self.mesh.dense))
+        """Squared norm of each parameter of the whole model, of `flat`, in the order of `specs`: [parameters] fp64."""
+        squares = torch.zeros(len(self.specs), dtype=torch.float64, device=self.buckets["dense"].values.device)
+        for square, spec in zip(squares.unbind(0), self.specs, strict=True):
+            if place := self.placements.get(spec.name):
+                square.copy_(torch.linalg.vector_norm(self._owned(flat, place)[0]).double().square())
+        (summed,) = self.transport.run(AllReduce(squares, self.mesh.world))
         return summed
 
     def _owned(self, flat: Flat, place: Placement) -> tuple[Tensor, int]:
@@ -164,14 +229,15 @@ class Shard:
 
     def whole(self, flat: Flat, name: str) -> Tensor:
         """The whole global tensor of `name` out of the owners' slices, on CPU, on every rank. Exact to the bit."""
-        place = self.placements[name]
-        owned, offset = self._owned(flat, place)
-        experts = self.local_experts(name)
-        base = 0 if experts is None else experts.start * prod(place.shape[1:])
-        bits = torch.zeros(prod(place.spec.shape), dtype=torch.int32, device=owned.device)
-        bits[base + offset : base + offset + owned.shape[0]] = owned.view(torch.int32)
-        (bits,) = self.transport.run(AllReduce(bits, self.mesh.dense))  # one owner an element: sums are copies
-        return bits.view(torch.float32).view(place.spec.shape).cpu()
+        shape = next(spec.shape for spec in self.specs if spec.name == name)
+        bits = torch.zeros(prod(shape), dtype=torch.int32, device=self.buckets["dense"].values.device)
+        if place := self.placements.get(name):
+            owned, offset = self._owned(flat, place)
+            experts = self.local_experts(name)
+            base = 0 if experts is None else experts.start * prod(place.shape[1:])
+            bits[base + offset : base + offset + owned.shape[0]] = owned.view(torch.int32)
+        (bits,) = self.transport.run(AllReduce(bits, self.mesh.world))  # one owner an element: sums are copies
+        return bits.view(torch.float32).view(shape).cpu()
 
     def keep(self, flat: Flat, name: str, tensor: Tensor) -> None:
         """Copies into `flat` what this rank owns of `tensor`, this rank's experts of `name` (all of a dense one)."""

@@ -24,7 +24,10 @@ class ShardState:
     optimizer: Optimizer
 
     def names(self) -> list[str]:
-        return list(self.shard.placements)
+        return [spec.name for spec in self.shard.specs]
+
+    def holds(self, name: str) -> bool:
+        return self.shard.holds(name)
 
     def gather(self, kind: str, name: str) -> Tensor:
         return self.shard.whole(self._flat(kind), name)

@@ -1,0 +1,136 @@
+"""Runs a schedule's steps on one pipeline rank: any table, one loop.
+
+Receives are posted as the table's `arrivals` say, so a message can travel before the step that needs it; a step waits
+for its own messages only. A send is waited for when the one after the next goes to the same peer, and at the end:
+the tables are proven free of deadlock with sends that wait at once, which is stricter.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pithtrain.parallel.mesh import Mesh
+from pithtrain.parallel.pipeline.schedule import Action, Pair, Schedule, Step, Transfer, arrivals, outgoing
+from pithtrain.parallel.tape import Observe, Pass, drive
+from pithtrain.parallel.transport import Pending, Receive, Send, Transport
+
+
+class Work(Protocol):
+    """What the actions of a schedule do. Tensors are hidden states [B, S, D] or their gradients."""
+
+    def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Pass[Tensor | None]:
+        """hidden: None in the first stage. Gives what the next stage reads, None in the last."""
+
+    def backward(self, stage: int, microbatch: int, grad: Tensor | None) -> Pass[Tensor | None]:
+        """grad: None in the last stage. Gives the gradient of what the stage read, None in the first."""
+
+    def weight_gradients(self, stage: int, microbatch: int) -> None:
+        """Adds the weight gradients that the backward pass left for later."""
+
+
+@dataclass(frozen=True, eq=False)
+class Post:
+    """The messages of one run: receives posted, values for another stage of this rank, sends under way by peer.
+
+    due: what the step that runs will send, in the table's order, which its receivers rely on. ready: what is computed
+    but waits for its turn (of a pair, either pass may end first).
+    """
+
+    schedule: Schedule
+    mesh: Mesh
+    transport: Transport
+    like: Tensor
+    observe: Observe
+    posted: dict[Transfer, Pending] = field(default_factory=dict)
+    handed: dict[Transfer, Tensor] = field(default_factory=dict)
+    due: deque[Transfer] = field(default_factory=deque)
+    ready: dict[Transfer, Tensor] = field(default_factory=dict)
+    sent: defaultdict[int, deque[Pending]] = field(default_factory=lambda: defaultdict(deque))
+
+    def post(self, transfer: Transfer) -> None:
+        """Starts to receive."""
+        peer = self.schedule.rank_of[transfer.stage + (-1 if transfer.kind == "hidden" else 1)]
+        receive = Receive(torch.empty_like(self.like), peer, self.mesh.back_from(peer))
+        self.posted[transfer] = self.transport.launch(receive)
+
+    def take(self, transfer: Transfer) -> Tensor | None:
+        """Waits for a message; None where no stage sends it."""
+        if not 0 <= transfer.stage + (-1 if transfer.kind == "hidden" else 1) < len(self.schedule.rank_of):
+            return None
+        if transfer in self.handed:
+            return self.handed.pop(transfer)
+        (received,) = self.observe(name_of(transfer), "wait", self.posted.pop(transfer))
+        return received
+
+    def give(self, transfer: Transfer, tensor: Tensor) -> None:
+        """Hands a message to another stage of this rank, or sends it once those before it are sent."""
+        if self.schedule.rank_of[transfer.stage] == self.mesh.pp.index:
+            self.handed[transfer] = tensor
+            return
+        self.ready[transfer] = tensor
+        while self.due and self.due[0] in self.ready:
+            first = self.due.popleft()
+            self._send(first, self.ready.pop(first))
+
+    def _send(self, transfer: Transfer, tensor: Tensor) -> None:
+        peer = self.schedule.rank_of[transfer.stage]
+        under_way = self.sent[peer]
+        if len(under_way) > 1:
+            self.observe("send", "wait", under_way.popleft())
+        send = Send(tensor, peer, self.mesh.towards(peer))
+        under_way.append(self.observe(name_of(transfer), "launch", lambda: self.transport.launch(send)))
+
+    def finish(self) -> None:
+        """Waits for every send."""
+        for under_way in self.sent.values():
+            for pending in under_way:
+                self.observe("send", "wait", pending)
+        assert not self.posted and not self.handed and not self.ready, "every message was taken"
+
+
+def execute(schedule: Schedule, work: Work, mesh: Mesh, transport: Transport, like: Tensor, observe: Observe) -> None:
+    """Runs this rank's steps in order. like: a tensor of the shape, dtype and device of every message.
+
+    The passes of a Pair run in turn, the backward first: it is the longer one.
+    """
+    rank, post = mesh.pp.index, Post(schedule, mesh, transport, like, observe)
+    for step, arriving in zip(schedule.steps[rank], arrivals(schedule, rank), strict=True):
+        for transfer in arriving:
+            post.post(transfer)
+        post.due.extend(outgoing(step, schedule))
+        run: Callable[[], Any]
+        match step:
+            case Action("W", stage, microbatch):
+                run = partial(work.weight_gradients, stage, microbatch)
+            case Action():
+                run = partial(drive, transport, _run(post, work, step), observe=observe)
+            case Pair(forward, backward):
+                both = _run(post, work, backward), _run(post, work, forward)
+                run = partial(drive, transport, *both, observe=observe)
+        observe(name_of(step), "action", run)
+    post.finish()
+
+
+def _run(post: Post, work: Work, action: Action) -> Pass[None]:
+    """One action: takes its message, runs the pass, sends what it gave."""
+    _, stage, microbatch = action
+    if action.kind == "F":
+        hidden = yield from work.forward(stage, microbatch, post.take(Transfer("hidden", stage, microbatch)))
+        if hidden is not None:
+            post.give(Transfer("hidden", stage + 1, microbatch), hidden)
+    else:
+        grad = yield from work.backward(stage, microbatch, post.take(Transfer("grad", stage, microbatch)))
+        if grad is not None:
+            post.give(Transfer("grad", stage - 1, microbatch), grad)
+
+
+def name_of(item: Step | Transfer) -> str:
+    """F1.3 is the forward of micro-batch 3 in stage 1; F1.3+B0.2 a pair; hidden1.3 the message that stage 1 gets."""
+    if isinstance(item, Pair):
+        return f"{name_of(item.forward)}+{name_of(item.backward)}"
+    return f"{item.kind}{item.stage}.{item.microbatch}"
