@@ -28,7 +28,7 @@ from pithtrain.parallel.shard import Shard
 from pithtrain.parallel.transport import AllReduce, Transport
 from pithtrain.step import Trainee, Update, balanced, build, evaluate, rooms, train_step
 from pithtrain.train.checkpoints import Checkpoints
-from pithtrain.train.plan import Plan
+from pithtrain.train.plan import Plan, execution
 from pithtrain.train.watch import COMPLETE, FAILED, NONFINITE, STOPPED, Watch
 
 Record = Callable[[dict[str, Any]], None]
@@ -68,7 +68,7 @@ class Run:
 def train(plan: Plan, device: torch.device, watch: Watch, local_ranks: range) -> Ending:
     """Trains in the world that is running; every rank calls it. local_ranks: those of this machine."""
     mesh = make_mesh(*plan.shape)
-    trainee = build(plan.arch, mesh, Transport(), plan.cfg.data.sequence_length, device)
+    trainee = build(plan.arch, mesh, Transport(), plan.cfg.data.sequence_length, device, execution(plan.cfg))
     run = Run(plan, trainee, make_optimizer(plan.cfg, trainee.shard), watch)
     pids = run.total([os.getpid() if rank == mesh.rank else 0 for rank in range(mesh.world_size)])
     watch.peers = {rank: pids[rank] for rank in local_ranks if rank != mesh.rank}

@@ -24,11 +24,11 @@ from pithtrain.config import (
 )
 from pithtrain.data import Dataset
 from pithtrain.metrics import flops_per_token, parameter_counts
-from pithtrain.models.architecture import Architecture, parameter_specs
+from pithtrain.models.architecture import Architecture
 from pithtrain.models.qwen3_moe import load_architecture
-from pithtrain.parallel.mesh import DIMS, Axis, Mesh
-from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.mesh import DIMS, Axis, AxisName, Mesh
 from pithtrain.parallel.transport import Transport
+from pithtrain.step import Execution, place
 
 T = TypeVar("T")
 
@@ -122,13 +122,29 @@ def dry_run(cfg: RunConfig, world_size: int, source: str = "run") -> str:
 
 
 def bytes_per_rank(plan: Plan) -> dict[str, int]:
-    """Bytes that every rank holds for the whole run; its master shard is a part of its values."""
-    axes = {name: Axis(name, prod(plan.shape[dim] for dim in dims), 0, None) for name, dims in DIMS.items()}
+    """Bytes that a rank holds for the whole run, on the pipeline rank with the most; its master shard is a part of its
+    values.
+    """
+    return max((_bytes(plan, rank) for rank in range(plan.shape.pp)), key=lambda parts: sum(parts.values()))
+
+
+def _bytes(plan: Plan, pipeline_rank: int) -> dict[str, int]:
+    def axis(name: AxisName) -> Axis:
+        size = prod(plan.shape[dim] for dim in DIMS[name])
+        return Axis(name, size, pipeline_rank if DIMS[name] == DIMS["pp"] else 0, None)
+
+    axes = {name: axis(name) for name in DIMS}
     mesh = Mesh(0, axes["world"].size, **axes)
-    buckets = Shard.create(parameter_specs(plan.arch), mesh, Transport(), torch.device("meta")).buckets.values()
+    _, shard = place(plan.arch, mesh, Transport(), torch.device("meta"), execution(plan.cfg))
+    buckets, borrowed = shard.buckets.values(), shard.borrowed.values()
     moments = 2 if plan.cfg.optim.optimizer == "adamw" else 0
     return {
-        "values": sum(bucket.values.nbytes for bucket in buckets),
-        "gradients": sum(bucket.grads.nbytes for bucket in buckets),
+        "values": sum(x.values.nbytes for x in buckets) + sum(weight.value.nbytes for weight in borrowed),
+        "gradients": sum(x.grads.nbytes for x in buckets) + sum(weight.grad.nbytes for weight in borrowed),
         "moments": moments * sum(bucket.master.nbytes for bucket in buckets),
     }
+
+
+def execution(cfg: RunConfig) -> Execution:
+    """How the run's steps are laid out."""
+    return Execution(cfg.pipeline.schedule, cfg.pipeline.num_chunks, cfg.train.recompute)
