@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from typer_cli import bench, data, export, mutants, spec, train, verify
+from typer_cli import bench, data, export, mutants, schedule, spec, train, verify
 
 app = typer.Typer(
     help="Train Mixture-of-Experts language models, and prove that the trainer is right.",
@@ -19,6 +19,7 @@ app.add_typer(data.app, name="data")
 app.command("export")(export.export)
 app.command("verify")(verify.verify)
 app.command("mutants")(mutants.mutants)
+app.command("schedule")(schedule.schedule)
 app.command("bench")(bench.bench)
 app.add_typer(spec.app, name="spec")
 
