@@ -7,10 +7,12 @@ B sequences of a global batch, S tokens a sequence, M sparse layers, E experts.
 """
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from pithtrain.ops.host import read_ints
 from pithtrain.optim import SGD, AdamW, LearningRate, Optimizer
 from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.tape import Observe, unobserved
 from pithtrain.parallel.transport import AllReduce, Transport
 from pithtrain.step import Trainee, Update, balanced, build, evaluate, rooms, train_step
+from pithtrain.timeline import TIMELINE, Recorder
 from pithtrain.train.checkpoints import Checkpoints
 from pithtrain.train.plan import Plan, execution
 from pithtrain.train.watch import COMPLETE, FAILED, NONFINITE, STOPPED, Watch
@@ -123,21 +127,29 @@ def _loop(run: Run, checkpoints: Checkpoints, record: Record, state: TrainState,
     cfg, saved = run.plan.cfg, state.step
     loss = _validated(run, state.step)
     validated = state.step if state.step == 0 or not run.agree(loss is None) else -1
+    first, rank = state.step, run.trainee.mesh.rank
+    if cfg.run.timeline_steps and rank == 0:  # what an earlier start recorded
+        shutil.rmtree(cfg.run.folder / TIMELINE, ignore_errors=True)
     while True:
+        recorder = Recorder(run.trainee.device) if 0 < state.step - first <= cfg.run.timeline_steps else None
+        observe = recorder or unobserved
         ending = _ending(run, state)
         complete = ending is not None and ending.exit_code == COMPLETE
         if state.step != saved and (ending or _is_due(state.step, cfg.checkpoint.interval)):
-            checkpoints.save(state, bias)
+            observe("checkpoint", "step", partial(checkpoints.save, state, bias))
             saved = state.step
         if state.step != validated and (complete or (not ending and _is_due(state.step, cfg.train.eval_interval))):
             validated = state.step
-            loss = _validate(run, bias)
+            loss = observe("validation", "step", partial(_validate, run, bias))
             if loss is not None:
                 record({"step": state.step, "validation_loss": loss})
             ending = _stopped(run, state.step) or ending
         if ending:
             break
-        state, bias, line = _step(run, state, bias)
+        name = f"step {state.step + 1}"
+        state, bias, line = observe(name, "step", partial(_step, run, state, bias, observe))
+        if recorder:
+            recorder.write(cfg.run.folder, state.step, rank)
         record(line)
         checkpoints.poll()
     if problem := checkpoints.finish():
@@ -172,15 +184,15 @@ def _stopped(run: Run, step: int) -> Ending | None:
     return Ending(STOPPED, f"stopped by {stop or 'a signal to another rank'}; the same command goes on from here", step)
 
 
-def _step(run: Run, state: TrainState, bias: Tensor | None) -> tuple[TrainState, Tensor | None, dict[str, Any]]:
+def _step(
+    run: Run, state: TrainState, bias: Tensor | None, observe: Observe
+) -> tuple[TrainState, Tensor | None, dict[str, Any]]:
     """One step: the state and the biases after it, and its line of metrics.jsonl."""
-    cfg, trainee, mesh = run.plan.cfg, run.trainee, run.trainee.mesh
+    cfg, trainee, mesh = run.plan.cfg, replace(run.trainee, observe=observe), run.trainee.mesh
     size, length, n = cfg.batch.global_batch_size, cfg.data.sequence_length, cfg.batch.num_microbatches
     started = time.perf_counter()
-    batches = [
-        run.plan.train.microbatch(state.data_position, size, n, i, mesh.data_rank, mesh.data_ranks, length)
-        for i in range(n)
-    ]
+    read, ours = run.plan.train.microbatch, (mesh.data_rank, mesh.data_ranks, length)
+    batches = observe("data", "step", lambda: [read(state.data_position, size, n, i, *ours) for i in range(n)])
     lr = make_schedule(cfg).at(state.step)
     update = train_step(
         trainee,

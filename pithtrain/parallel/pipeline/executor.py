@@ -50,7 +50,7 @@ class Post:
     handed: dict[Transfer, Tensor] = field(default_factory=dict)
     due: deque[Transfer] = field(default_factory=deque)
     ready: dict[Transfer, Tensor] = field(default_factory=dict)
-    sent: defaultdict[int, deque[Pending]] = field(default_factory=lambda: defaultdict(deque))
+    sent: defaultdict[int, deque[Callable[[], object]]] = field(default_factory=lambda: defaultdict(deque))
 
     def post(self, transfer: Transfer) -> None:
         """Starts to receive."""
@@ -81,15 +81,16 @@ class Post:
         peer = self.schedule.rank_of[transfer.stage]
         under_way = self.sent[peer]
         if len(under_way) > 1:
-            self.observe("send", "wait", under_way.popleft())
-        send = Send(tensor, peer, self.mesh.towards(peer))
-        under_way.append(self.observe(name_of(transfer), "launch", lambda: self.transport.launch(send)))
+            under_way.popleft()()
+        send, name = Send(tensor, peer, self.mesh.towards(peer)), name_of(transfer)
+        pending = self.observe(name, "launch", partial(self.transport.launch, send))
+        under_way.append(partial(self.observe, name, "wait", pending))
 
     def finish(self) -> None:
         """Waits for every send."""
         for under_way in self.sent.values():
-            for pending in under_way:
-                self.observe("send", "wait", pending)
+            for wait in under_way:
+                wait()
         assert not self.posted and not self.handed and not self.ready, "every message was taken"
 
 
@@ -106,7 +107,8 @@ def execute(schedule: Schedule, work: Work, mesh: Mesh, transport: Transport, li
         run: Callable[[], Any]
         match step:
             case Action("W", stage, microbatch):
-                run = partial(work.weight_gradients, stage, microbatch)
+                gradients = partial(work.weight_gradients, stage, microbatch)
+                run = partial(observe, "weight gradients", "backward", gradients)
             case Action():
                 run = partial(drive, transport, _run(post, work, step), observe=observe)
             case Pair(forward, backward):
