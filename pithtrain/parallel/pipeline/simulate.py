@@ -12,6 +12,7 @@ no less than each half alone and than both exchanges, which share the wires.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from pithtrain.parallel.pipeline.schedule import (
@@ -70,6 +71,13 @@ class Place(NamedTuple):
 
     rank: int
     step: int
+
+
+class _Moment(NamedTuple):
+    """A time, and the step whose end it waited for."""
+
+    time: float
+    after: Place | None
 
 
 class Span(NamedTuple):
@@ -169,15 +177,15 @@ class _Run:
             for transfer in incoming(step, self.schedule):
                 while transfer not in self.arrived:
                     yield f"step {index} ({step}): waits for {transfer}"
-                now = max(now, self.arrived[transfer], key=_time)
+                now = max(now, self.arrived[transfer], key=itemgetter(0))
             end = now.time + self.costs.of(step)
             self.spans[rank].append(Span(now.time, end, now.after))
-            self.done |= {_passed(action) for action in actions(step)}
+            self.done |= {a._replace(kind="B") if a.kind == "I" else a for a in actions(step)}  # an I is a backward
             now = _Moment(end, here)
             for transfer in outgoing(step, self.schedule):
                 while transfer not in self.posted:
                     yield f"step {index} ({step}): waits until the receive of {transfer} is posted"
-                now = max(now, self.posted[transfer], key=_time)
+                now = max(now, self.posted[transfer], key=itemgetter(0))
                 self.arrived[transfer] = _Moment(now.time + self.costs.transfer, now.after)
 
     def result(self) -> Simulation:
@@ -196,22 +204,6 @@ class _Run:
             peak_activations=tuple(_peak(row) for row in self.schedule.steps),
             critical_path=tuple(reversed(path)),
         )
-
-
-class _Moment(NamedTuple):
-    """A time, and the step whose end it waited for."""
-
-    time: float
-    after: Place | None
-
-
-def _time(moment: _Moment) -> float:
-    return moment.time
-
-
-def _passed(action: Action) -> Action:
-    """What has run as the others see it: an I is a backward."""
-    return action._replace(kind="B") if action.kind == "I" else action
 
 
 def _needs(step: Step, schedule: Schedule) -> Iterator[Action]:

@@ -64,6 +64,15 @@ def test_dualpipev_bubble_and_activations_are_those_of_its_authors() -> None:
             assert run.peak_activations == (2 * ranks + 1,) * ranks
 
 
+def test_an_activation_is_kept_until_its_weight_gradient() -> None:
+    table = make_schedule("zbv", 1, 2)
+    one = [Action("F", 0, 0), Action("F", 1, 0), Action("I", 1, 0), Action("I", 0, 0)]
+    passes = [action._replace(microbatch=m) for m in range(2) for action in one]
+    weights = [Action("W", stage, m) for m in range(2) for stage in range(2)]
+    assert simulate(spoilt(table, 0, [*passes, *weights])).peak_activations == (4,)
+    assert simulate(table).peak_activations == (2,)
+
+
 # --- costs
 
 
