@@ -176,6 +176,7 @@ def gradients(
     compute: Compute,
 ) -> Gradients:
     """Forward and backward of this rank's micro-batches of a global batch, and the gradients' reduction."""
+    assert compute.deferred is None, "the schedule says which weight gradients wait"
     work = _Work(trainee, batches, choices, compute, objective, count(trainee, batches))
     trainee.shard.zero_grads()
     work.execute(trainee.schedule(len(batches)))
