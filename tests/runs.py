@@ -101,7 +101,7 @@ class Trouble:
 
 def not_a_number(trainee: Trainee, step: Callable[[], Any]) -> Any:
     """The step with a NaN in one weight, put right afterwards."""
-    weight = trainee.model.norm.value
+    weight = trainee.shard.weights()["norm"].value
     before = weight.clone()
     weight[3] = float("nan")
     result = step()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,21 +15,14 @@ from pithtrain.data import Batch
 from pithtrain.models.decoder import DenseLayer, SparseLayer
 from pithtrain.ops.cross_entropy import head_loss
 from pithtrain.ops.linear import Compute
-from pithtrain.parallel.tape import Pass, drive
+from pithtrain.parallel.tape import Pass, Phase, drive
 from pithtrain.parallel.transport import Transport
 from tests.agreement import assert_agree, assert_close, randn
 from tests.parallel.meshes import in_step, mesh_of
-from tests.whole_model import ARCH, new_batch, new_trainee
+from tests.whole_model import ARCH, new_batch, new_trainee, whole_of
 
 B, S, M = 4, 9, 2
-SEGMENTS = [
-    "embedding",
-    *("layers.0.attention", "layers.0.experts", "layers.0.aggregate"),
-    "layers.1.attention",
-    *("layers.2.attention", "layers.2.experts", "layers.2.aggregate"),
-    "norm",
-]
-GRAD_PROB_SUMS = [randn(B, ARCH.num_experts, seed=7 + layer, std=0.1) for layer in range(M)]
+GRAD_PROB_SUMS = {row: randn(B, ARCH.num_experts, seed=7 + row, std=0.1) for row in range(M)}
 GRAD_Z_SUM = torch.tensor(0.01)
 WHOLE = slice(None)
 
@@ -38,35 +32,46 @@ def inputs_of(trainee: step.Trainee, batch: Batch, scale: float | None) -> passe
     return passes.Inputs(batch.tokens, batch.labels, batch.padding, trainee.tables, choices, scale)
 
 
+def setting_of(trainee: step.Trainee, compute: Compute | None = None) -> passes.Setting:
+    return passes.Setting(trainee.mesh, compute or Compute())
+
+
 def grads_in(trainee: step.Trainee) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in trainee.shard.weights().items()}
 
 
 def both_ways(trainee: step.Trainee, batch: Batch, compute: Compute, rows: slice = WHOLE) -> Pass[passes.Forwarded]:
     """Forward and backward of one micro-batch, which holds these rows of the global batch."""
-    done = yield from passes.forward(trainee.model, inputs_of(trainee, batch, 0.05), trainee.mesh, compute)
-    yield from passes.backward(trainee.model, done, [grad[rows] for grad in GRAD_PROB_SUMS], GRAD_Z_SUM)
+    stage, setting = whole_of(trainee), setting_of(trainee, compute)
+    done = yield from passes.forward(stage, inputs_of(trainee, batch, 0.05), None, setting)
+    yield from passes.backward(stage, done, None, {row: grad[rows] for row, grad in GRAD_PROB_SUMS.items()}, GRAD_Z_SUM)
     return done
+
+
+def loss_of(done: passes.Forwarded) -> Tensor:
+    assert done.head is not None and done.hidden is None
+    return done.head.loss
 
 
 def plainly(trainee: step.Trainee, batch: Batch) -> Tensor:
     """The same in one graph of plain autograd, without a tape: the loss; gradients go to the buffers."""
     inputs, compute = inputs_of(trainee, batch, 0.05), Compute()
-    choices, ends, end_grads = iter(inputs.choices), list[Tensor](), list[Tensor]()
-    (hidden,) = trainee.model.embed(inputs.tokens)
-    for layer in trainee.model.layers:
+    stage, ends, end_grads = whole_of(trainee), list[Tensor](), list[Tensor]()
+    (hidden,) = stage.embed(inputs.tokens)
+    for layer in stage.layers:
         match layer:
             case DenseLayer():
                 (hidden,) = layer.attend(hidden, inputs.tables, compute)
             case SparseLayer():
-                attended = layer.attend(hidden, inputs.tables, next(choices), inputs.padding, compute)
+                attended = layer.attend(hidden, inputs.tables, inputs.choices[layer.row], inputs.padding, compute)
                 residual, x, weights, ids, prob_sum, z_sum, counts, _ = attended
                 (rows,) = layer.compute_experts(x, weights, ids, tuple(counts.sum(0).tolist()), compute)
                 (hidden,) = layer.aggregate(residual, rows, None)
-                end_grads += [GRAD_PROB_SUMS[len(ends) // 2], GRAD_Z_SUM]
+                end_grads += [GRAD_PROB_SUMS[layer.row], GRAD_Z_SUM]
                 ends += [prob_sum, z_sum]
-    (final,) = trainee.model.final_norm(hidden)
-    head = head_loss(final, trainee.model.head, inputs.labels.flatten(), inputs.scale, compute)
+    (final,) = stage.final_norm(hidden)
+    assert stage.head is not None
+    head = head_loss(final, stage.head, inputs.labels.flatten(), inputs.scale, compute)
     assert head.grad is not None
     torch.autograd.backward([final, *ends], [head.grad, *end_grads])
     return head.loss
@@ -75,7 +80,7 @@ def plainly(trainee: step.Trainee, batch: Batch) -> Tensor:
 def test_tape_gives_the_gradients_of_autograd() -> None:
     batch, taped, plain = new_batch(B, S), new_trainee(S), new_trainee(S)
     (done,) = drive(taped.transport, both_ways(taped, batch, Compute()))
-    assert_close(done.loss, plainly(plain, batch))
+    assert_close(loss_of(done), plainly(plain, batch))
     expected = grads_in(plain)
     assert all(bool(grad.any()) for grad in expected.values())
     assert_agree(grads_in(taped), expected)
@@ -100,27 +105,45 @@ def halves(batch: Batch) -> list[Batch]:
 
 
 def test_segments_have_their_names() -> None:
-    """In order; and an exchange stands only between attention and experts, and experts and aggregate."""
-    trainees, tapes = sharded(2), [passes.Tape(), passes.Tape()]
+    """In order, as an observer sees them; and where exchanges stand between them, and what those are called."""
     seen: list[str] = []
+
+    def observe(name: str, phase: Phase, run: Callable[[], Any]) -> Any:
+        seen.append(name)
+        return run()
+
+    trainees = sharded(2)
+    settings = [replace(setting_of(trainees[0]), observe=observe), setting_of(trainees[1])]
     runs = [
-        passes.encode(trainee.model, inputs_of(trainee, half, 0.05), trainee.mesh, Compute(), tape)
-        for trainee, half, tape in zip(trainees, halves(new_batch(B, S)), tapes, strict=True)
+        passes.forward(whole_of(trainee), inputs_of(trainee, half, 0.05), None, setting)
+        for trainee, half, setting in zip(trainees, halves(new_batch(B, S)), settings, strict=True)
     ]
-    encoded = in_step(runs, lambda request: seen.append(tapes[0].pieces[-1].name))
-    assert [piece.name for piece in tapes[0].pieces] == SEGMENTS
+    done = in_step(runs, lambda request: seen.append(f"({request.name})"))
     assert seen == [
-        *("layers.0.attention", "layers.0.attention", "layers.0.experts"),  # counts, dispatch, combine
-        *("layers.2.attention", "layers.2.attention", "layers.2.experts"),
+        "embedding",
+        *("layers.0.attention", "(layers.0.counts)", "(layers.0.dispatch)"),
+        *("layers.0.experts", "(layers.0.combine)", "layers.0.aggregate"),
+        "layers.1.attention",
+        *("layers.2.attention", "(layers.2.counts)", "(layers.2.dispatch)"),
+        *("layers.2.experts", "(layers.2.combine)", "layers.2.aggregate"),
+        *("norm", "head"),
     ]
+    assert [piece.name for piece in done[0].tape.pieces] == [name for name in seen if "(" not in name][:-1]
 
     seen.clear()
     backwards = [
-        passes.backward(trainee.model, passes.Forwarded(final.sum(), final, loads, tape), [None, None], None)
-        for trainee, (final, loads), tape in zip(trainees, encoded, tapes, strict=True)
+        passes.backward(whole_of(trainee), one, None, {}, None) for trainee, one in zip(trainees, done, strict=True)
     ]
-    in_step(backwards, lambda request: seen.append(tapes[0].pieces[-1].name))
-    assert seen == ["layers.2.experts", "layers.2.attention", "layers.0.experts", "layers.0.attention"]
+    in_step(backwards, lambda request: seen.append(f"({request.name})"))
+    assert seen == [
+        "norm",
+        *("layers.2.aggregate", "(layers.2.combine_backward)", "layers.2.experts"),
+        *("(layers.2.dispatch_backward)", "layers.2.attention"),
+        "layers.1.attention",
+        *("layers.0.aggregate", "(layers.0.combine_backward)", "layers.0.experts"),
+        *("(layers.0.dispatch_backward)", "layers.0.attention"),
+        "embedding",
+    ]
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -135,7 +158,7 @@ def test_an_expert_axis_gives_the_same() -> None:
     (expected,) = drive(one.transport, both_ways(one, batch, Compute()))
     parts = zip(trainees, halves(batch), (slice(0, B // 2), slice(B // 2, B)), strict=True)
     done = in_step([both_ways(trainee, half, Compute(), rows) for trainee, half, rows in parts])
-    assert_close(done[0].loss + done[1].loss, expected.loss)
+    assert_close(loss_of(done[0]) + loss_of(done[1]), loss_of(expected))
     got = {}
     for name, place in one.shard.placements.items():
         grads = [trainee.shard.weights()[name].grad for trainee in trainees]
@@ -160,16 +183,17 @@ def test_deferred_weight_gradients_are_the_same() -> None:
 
 def test_evaluation_leaves_no_tape_and_no_gradient() -> None:
     trainee, batch = new_trainee(S), new_batch(B, S)
-    evaluation = passes.forward(trainee.model, inputs_of(trainee, batch, None), trainee.mesh, Compute())
+    evaluation = passes.forward(whole_of(trainee), inputs_of(trainee, batch, None), None, setting_of(trainee))
     (evaluated,) = drive(trainee.transport, evaluation)
-    assert evaluated.tape.pieces == [] and evaluated.grad is None
-    assert not evaluated.loss.requires_grad and not evaluated.loads[0].prob_sum.requires_grad
+    assert evaluated.tape.pieces == [] and evaluated.tape.routes == [] and evaluated.head.grad is None
+    assert not loss_of(evaluated).requires_grad and not evaluated.loads[0].prob_sum.requires_grad
     assert not any(grad.any() for grad in grads_in(trainee).values())
     (trained,) = drive(trainee.transport, both_ways(trainee, batch, Compute()))
-    assert torch.equal(evaluated.loss, trained.loss)
-    for got, expected in zip(evaluated.loads, trained.loads, strict=True):
-        assert torch.equal(got.topk_expert_ids, expected.topk_expert_ids)
-        assert torch.equal(got.num_tokens_per_expert, expected.num_tokens_per_expert)
+    assert torch.equal(loss_of(evaluated), loss_of(trained))
+    assert evaluated.loads.keys() == trained.loads.keys() == set(range(M))
+    for row, expected in trained.loads.items():
+        assert torch.equal(evaluated.loads[row].topk_expert_ids, expected.topk_expert_ids)
+        assert torch.equal(evaluated.loads[row].num_tokens_per_expert, expected.num_tokens_per_expert)
 
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")

@@ -78,15 +78,34 @@ def test_no_label_at_all_gives_zero_not_nan() -> None:
     assert (result.loss, result.norm, result.num_labels, result.finite) == (0.0, 0.0, 0, True)
 
 
-def test_deferred_weight_gradients_are_in_the_result() -> None:
-    """A queue that nobody has drained loses nothing, and holds nothing after."""
-    batch, now, later = new_batch(B, S), new_trainee(S), new_trainee(S)
-    queue: list[Callable[[], None]] = []
-    expected = gradients(now, batch, MIXED, 2)
-    got = step.gradients(later, split(batch, 2), MIXED, step.learned(later, 2, None), Compute(deferred=queue))
-    assert queue == [] and got.norm == expected.norm
-    for name, grad in grads_of(later, got).items():
-        assert torch.equal(grad, grads_of(now, expected)[name]), name
+KINDS: list[step.Execution] = [
+    step.Execution("interleaved", 3, "experts"),
+    step.Execution("zbv"),
+    step.Execution("dualpipev", recompute="layer"),
+]
+
+
+@pytest.mark.parametrize("execution", KINDS, ids=lambda execution: execution.schedule)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_and_deferral_change_nothing_on_one_rank(execution: step.Execution, tied: bool) -> None:
+    """ "zbv" and "dualpipev" leave weight gradients for later and run stages of several micro-batches in turn."""
+    arch, batch = replace(ARCH, tie_word_embeddings=tied), new_batch(B, S)
+    plain, staged = new_trainee(S, arch), new_trainee(S, arch, execution=execution)
+    assert len(plain.stages) == 1 and len(staged.stages) == (execution.chunks or 2)
+    objective = Objective("global_batch", 0.05, 0.01)
+    expected, got = (gradients(trainee, batch, objective, 4, BIAS) for trainee in (plain, staged))
+    for field in ("loss", "balance_loss", "z_loss", "norm"):
+        assert getattr(got, field) == pytest.approx(getattr(expected, field), rel=1e-6), field
+    assert torch.equal(got.num_tokens_per_expert, expected.num_tokens_per_expert)
+    assert [row for row in range(2) if not torch.equal(ids_of(got, row), ids_of(expected, row))] == []
+    assert_agree(grads_of(staged, got), grads_of(plain, expected), str(execution))
+    assert step.evaluate(staged, split(batch, 2), BIAS) == step.evaluate(plain, split(batch, 2), BIAS)
+
+
+def test_a_queue_that_nobody_would_drain_is_refused() -> None:
+    trainee, batch = new_trainee(S), new_batch(B, S)
+    with pytest.raises(AssertionError, match="the schedule says which weight gradients wait"):
+        step.gradients(trainee, [batch], MIXED, step.learned(trainee, 1, None), Compute(deferred=[]))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -156,9 +175,9 @@ def test_replayed_routing_through_a_step() -> None:
     batch, n = new_batch(B, S), 2
     recorded = gradients(new_trainee(S, seed=8), batch, Objective(), n).chosen
     trainee = new_trainee(S)
-    choices = [[Replayed(ids) for ids in layers] for layers in recorded]
+    choices = [[Replayed(rows[row]) for row in range(2)] for rows in recorded]
     result = step.gradients(trainee, split(batch, n), MIXED, choices, Compute())
-    ids = [torch.cat(layers) for layers in zip(*recorded, strict=True)]
+    ids = [torch.cat([rows[row] for rows in recorded]) for row in range(2)]
     expected = expect(trainee, batch, MIXED, n, ids=ids)
     own = expect(trainee, batch)
     assert not torch.equal(expected.ids[0], own.ids[0]), "both runs chose the same"

@@ -13,6 +13,7 @@ from pithtrain import step
 from pithtrain.data import Batch
 from pithtrain.layers.balance import Objective
 from pithtrain.models.architecture import Architecture
+from pithtrain.models.decoder import Stage
 from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.transport import Transport
 from spec.reference import losses
@@ -58,16 +59,26 @@ class Expected:
 
 
 def new_trainee(
-    length: int, arch: Architecture = ARCH, seed: int = 3, transport: Transport | None = None
+    length: int,
+    arch: Architecture = ARCH,
+    seed: int = 3,
+    transport: Transport | None = None,
+    execution: step.Execution | None = None,
 ) -> step.Trainee:
     """One rank's model with norms moved off their ones, so that nothing hides behind a factor of one."""
-    trainee = step.build(arch, make_mesh(), transport or Transport(), length, torch.device("cpu"))
+    trainee = step.build(arch, make_mesh(), transport or Transport(), length, torch.device("cpu"), execution)
     trainee.shard.initialise(seed)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in trainee.shard.weights().items():
         if name.endswith("norm"):
             weight.value.uniform_(0.5, 1.5, generator=generator)
     return trainee
+
+
+def whole_of(trainee: step.Trainee) -> Stage:
+    """The one stage of a trainee that has the whole model in one."""
+    (stage,) = trainee.stages.values()
+    return stage
 
 
 def new_batch(sequences: int, length: int, seed: int = 0, vocab_size: int = ARCH.vocab_size) -> Batch:
@@ -133,7 +144,7 @@ def expect(
     ids: Sequence[Tensor] | None = None,
 ) -> Expected:
     """Losses and gradients of the trainee's weights, as they are now, on a global batch."""
-    arch = trainee.model.arch
+    arch = trainee.arch
     weights = {name: weight.value.double().requires_grad_() for name, weight in trainee.shard.weights().items()}
     biases: Biases = [None] * trainee.num_sparse_layers if expert_bias is None else list(expert_bias.double())
     logits, routings = decode(weights, arch, batch.tokens, biases, ids)

@@ -14,7 +14,7 @@ from pithtrain.layers.balance import Objective
 from pithtrain.models.qwen3_moe import Qwen3MoE, from_hf_config
 from pithtrain.ops.linear import Compute
 from pithtrain.parallel.mesh import make_mesh
-from pithtrain.parallel.tape import drive
+from pithtrain.parallel.tape import drive, unobserved
 from pithtrain.parallel.transport import Transport
 from tests.agreement import assert_agree, assert_close
 from tests.models import hf
@@ -63,9 +63,11 @@ def oracle(model: Qwen3MoeForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, di
 def logits_of(trainee: step.Trainee, batch: Batch) -> Tensor:
     (choices,) = step.learned(trainee, 1, None)
     inputs = passes.Inputs(batch.tokens, batch.labels, None, trainee.tables, choices, None)
-    encoded = passes.encode(trainee.model, inputs, trainee.mesh, Compute())
-    ((final, _),) = drive(trainee.transport, encoded)
-    logits: Tensor = final @ trainee.model.head.value.T
+    (stage,) = trainee.stages.values()
+    setting, tape = passes.Setting(trainee.mesh, Compute()), passes.Tape(unobserved, keeps=False)
+    ((hidden, _),) = drive(trainee.transport, passes.encode(stage, inputs, None, setting, tape))
+    assert stage.head is not None
+    logits: Tensor = stage.final_norm(hidden)[0] @ stage.head.value.T
     return logits.view(*batch.tokens.shape, -1)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pithtrain.parallel.mesh import DIMS, Axis, Mesh, groups_of
 from pithtrain.parallel.tape import Pass
-from pithtrain.parallel.transport import AllToAll, Request
+from pithtrain.parallel.transport import AllToAll, Counts, Request
 
 Result = TypeVar("Result")
 
@@ -43,8 +43,11 @@ def in_step(ranks: Sequence[Pass[Result]], watch: Callable[[Request], None] = la
 
 
 def _exchange(requests: Sequence[Request]) -> list[tuple[Tensor, ...]]:
+    counts = [request.tensor for request in requests if isinstance(request, Counts)]
+    if len(counts) == len(requests):
+        return [(mine, torch.stack([other[me] for other in counts])) for me, mine in enumerate(counts)]
     sent = [request for request in requests if isinstance(request, AllToAll)]
-    assert len(sent) == len(requests), "the ranks of an expert axis only exchange rows"
+    assert len(sent) == len(requests), "the ranks of an expert axis only exchange rows, and their numbers"
     received = []
     for me, request in enumerate(sent):
         assert request.recv == tuple(other.send[me] for other in sent)
