@@ -83,20 +83,33 @@ def expected(kind: str, name: str, shape: tuple[int, ...], seed: int = 0) -> Ten
 
 
 class FakeState:
-    """Experts split over an innermost expert axis of size `ep`; each dense parameter owned by one rank."""
+    """Parameters split over an outermost pipeline axis of size `pp`, experts over an innermost expert axis of size
+    `ep`; each dense parameter owned by one rank.
+    """
 
-    def __init__(self, world: World, rank: int, ep: int, arch: Architecture = ARCH) -> None:
-        self.world, self.rank, self.ep = world, rank, ep
+    def __init__(self, world: World, rank: int, ep: int, arch: Architecture = ARCH, pp: int = 1) -> None:
+        self.world, self.rank, self.ep, self.pp = world, rank, ep, pp
         self.specs = {spec.name: spec for spec in parameter_specs(arch)}
         self.parts: dict[tuple[str, str], Tensor] = {}
 
     def names(self) -> list[str]:
         return list(self.specs)
 
+    def ranks_of(self, name: str) -> range:
+        """Those that hold the parameter."""
+        count = self.world.size // self.pp
+        first = self.names().index(name) * self.pp // len(self.specs) * count
+        return range(first, first + count)
+
+    def holds(self, name: str) -> bool:
+        return self.rank in self.ranks_of(name)
+
     def owner(self, name: str) -> int:
-        return self.names().index(name) % self.world.size
+        ranks = self.ranks_of(name)
+        return ranks[self.names().index(name) % len(ranks)]
 
     def local_experts(self, name: str) -> range | None:
+        assert self.holds(name)
         spec = self.specs[name]
         if not spec.expert:
             return None
@@ -106,7 +119,8 @@ class FakeState:
     def gather(self, kind: str, name: str) -> Tensor:
         pieces = self.world.exchange(self.rank, (kind, name), self.parts.get((kind, name)))
         if self.specs[name].expert:
-            return torch.cat([piece for piece in pieces[: self.ep] if piece is not None])
+            first = self.ranks_of(name).start
+            return torch.cat([piece for piece in pieces[first : first + self.ep] if piece is not None])
         whole = pieces[self.owner(name)]
         assert whole is not None
         return whole
@@ -124,6 +138,8 @@ class FakeState:
     def fill(self, seed: int = 0) -> "FakeState":
         for kind in KINDS:
             for name, spec in self.specs.items():
+                if not self.holds(name):
+                    continue
                 mine = self.local_experts(name)
                 part = None if mine is None else slice(mine.start, mine.stop)
                 whole = expected(kind, name, spec.shape, seed)
@@ -132,7 +148,7 @@ class FakeState:
 
     def differences(self, seed: int = 0, kinds: tuple[str, ...] = KINDS) -> list[str]:
         """What this rank owns that is not, bit for bit, what `fill` gives."""
-        other = FakeState(self.world, self.rank, self.ep).fill(seed)
+        other = FakeState(self.world, self.rank, self.ep, pp=self.pp).fill(seed)
         wanted = {key: part for key, part in other.parts.items() if key[0] in kinds}
         assert self.parts.keys() == wanted.keys()
         return [str(key) for key, part in wanted.items() if not torch.equal(part, self.parts[key])]
@@ -149,6 +165,7 @@ def save(
     *,
     size: int = 1,
     ep: int = 1,
+    pp: int = 1,
     seed: int = 0,
     keep: int = 3,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -159,17 +176,17 @@ def save(
 
     def body(rank: int) -> None:
         saver = Saver(folder, world.ranks(rank), keep=keep, background=False, max_file_bytes=max_file_bytes)
-        saver.save(FakeState(world, rank, ep).fill(seed), family(), train_state(step), biases)
+        saver.save(FakeState(world, rank, ep, pp=pp).fill(seed), family(), train_state(step), biases)
 
     world.run(body)
     return folder / f"step-{step:08d}"
 
 
-def loaded_differences(checkpoint: Path, *, size: int = 1, ep: int = 1, seed: int = 0) -> list[str]:
+def loaded_differences(checkpoint: Path, *, size: int = 1, ep: int = 1, pp: int = 1, seed: int = 0) -> list[str]:
     world = World(size)
 
     def body(rank: int) -> list[str]:
-        state = FakeState(world, rank, ep)
+        state = FakeState(world, rank, ep, pp=pp)
         load(checkpoint, state, family(), world.ranks(rank))
         return state.differences(seed)
 

@@ -36,18 +36,18 @@ def test_layout_fills_files_in_order_and_never_cuts_a_tensor():
     assert plan_files(shapes, 10**6) == [["a", "b", "c", "huge", "d"]]
 
 
-@pytest.mark.parametrize(("size", "ep"), [(2, 2), (4, 2), (3, 1), (4, 4)])
-def test_bytes_do_not_depend_on_the_mesh(tmp_path, size, ep):
+@pytest.mark.parametrize(("size", "ep", "pp"), [(2, 2, 1), (4, 2, 1), (3, 1, 1), (4, 4, 1), (4, 2, 2), (3, 1, 3)])
+def test_bytes_do_not_depend_on_the_mesh(tmp_path, size, ep, pp):
     alone = contents(save(tmp_path / "one", 5))
-    mesh = contents(save(tmp_path / "mesh", 5, size=size, ep=ep))
+    mesh = contents(save(tmp_path / "mesh", 5, size=size, ep=ep, pp=pp))
     assert len([name for name in alone if name.startswith("model-")]) > 4
     assert mesh == alone
 
 
 def test_every_mesh_loads_and_saves_again_the_same_bytes(tmp_path):
     first = save(tmp_path / "first", 5, size=4, ep=4)
-    for size, ep in [(1, 1), (2, 2), (4, 2)]:
-        assert loaded_differences(first, size=size, ep=ep) == []
+    for size, ep, pp in [(1, 1, 1), (2, 2, 1), (4, 2, 1), (4, 2, 2), (4, 1, 4)]:
+        assert loaded_differences(first, size=size, ep=ep, pp=pp) == []
 
 
 def test_files_hold_the_family_names_and_the_manifest_holds_every_file(tmp_path):
