@@ -9,7 +9,6 @@ from golden.replay import batches, make_dataset, make_trainee, take
 from pithtrain.checkpoint import Ranks, Saver, TrainState, load
 from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.ops.host import read_ints
-from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.transport import AllReduce, Transport
 from pithtrain.parallel.world import run_world
 from pithtrain.train.checkpoints import ShardState
@@ -20,8 +19,9 @@ BASE: Case = CASES[0]
 
 def save_after_a_step(case: Case, layout: Layout, source: Path | None, folder: Path) -> None:
     """On every rank: loads `source`, or trains one step, then saves the model to `folder`."""
-    mesh, transport = make_mesh(dp=layout.dp, ep=layout.ep), Transport()
-    trainee, optimizer = make_trainee(case, mesh, transport)
+    transport = Transport()
+    trainee, optimizer = make_trainee(case, layout, transport)
+    mesh = trainee.mesh
 
     def agree(ok: bool) -> bool:
         return read_ints(transport.run(AllReduce(torch.tensor([int(not ok)]), mesh.world))[0]) == [0]
@@ -43,7 +43,7 @@ def files(checkpoint: Path) -> dict[str, bytes]:
 
 def test_round_trip_through_other_meshes(tmp_path: Path) -> None:
     for case in (BASE, CASE):
-        layouts = (Layout(dp=2, ep=2), Layout(ep=4), Layout(dp=2), Layout(), Layout(dp=4))
+        layouts = (Layout(dp=2, ep=2), Layout(ep=4), Layout(pp=2, dp=2), Layout(), Layout(pp=2))
         saved: list[Path] = []
         for index, layout in enumerate(layouts):
             folder = tmp_path / case.name / str(index)
