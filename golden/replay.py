@@ -3,14 +3,16 @@
 Every rank of a world calls `replay` with the same arguments; all return the same trace.
 """
 
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from golden.cases import Case, Layout
-from golden.trace import Products, Step, Trace
+from golden.trace import Costs, Step, Trace
 from pithtrain import step
 from pithtrain.checkpoint import Ranks, Saver, TrainState, load
 from pithtrain.data import Batch, SyntheticDataset
@@ -23,20 +25,34 @@ from pithtrain.parallel.transport import AllReduce, Kind, Transport
 from pithtrain.train.checkpoints import ShardState
 
 
-class CountProducts(TorchDispatchMode):
-    """Counts matrix products and their FLOPs, 2 x rows x inner x columns each, while it is entered."""
+class CountCosts(TorchDispatchMode):
+    """While it is entered: counts matrix products and their FLOPs, 2 x rows x inner x columns each, and the bytes of
+    storage made in it that are alive, at most.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = self.flops = 0
+        self.products = self.flops = self.peak_bytes = 0
+        self._alive: dict[int, int] = {}  # id of a storage -> its bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = PRODUCTS.get(func.overloadpacket.__name__)
         if operands is not None:
             left, right = (args[index] for index in operands)
-            self.calls += 1
+            self.products += 1
             self.flops += 2 * left.numel() * right.shape[-1]
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._note(value.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        """torch keeps a storage's object, and so its id, for as long as the storage lives."""
+        if id(storage) not in self._alive:
+            self._alive[id(storage)] = storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+            weakref.finalize(storage, self._alive.pop, id(storage))
 
 
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1)}  # operator -> its two operands
@@ -80,25 +96,23 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
     trainee.shard.initialise(case.seed)
     dataset = make_dataset(case)
     bias = torch.zeros(trainee.num_sparse_layers, case.arch.num_experts) if case.bias_rate else None
-    steps, gaps, updates, counter = list[Step](), list[float](), 0, CountProducts()
-    collectives: dict[str, tuple[int, int]] = {}
+    steps, gaps, updates = list[Step](), list[float](), 0
     for index in range(num_steps):
         if index and index == layout.resumes_after:
             place, layout = folder / str(layout), layout.resumes_as or layout
             trainee, optimizer, bias = through_checkpoint(case, layout, trainee, optimizer, updates, bias, place)
         parts = batches(case, dataset, layout, trainee.mesh, index)
         if index == 0:
-            with counter:
+            with CountCosts() as counter:
                 update = take(case, trainee, optimizer, parts, index, updates, bias)
-            collectives = sum_of_records(transport, trainee.mesh)
+            costs = total_costs(counter, transport, trainee.mesh)
         else:
             update = take(case, trainee, optimizer, parts, index, updates, bias)
         bias = update.expert_bias
         updates += update.applied
         gaps.append(update.gradients.gap)
         steps.append(record(case, index, update))
-    products = Products(counter.calls, counter.flops)
-    return Trace(case.name, case.fingerprint(), tuple(steps), products, collectives, min(gaps))
+    return Trace(case.name, case.fingerprint(), tuple(steps), costs, min(gaps))
 
 
 def through_checkpoint(
@@ -168,15 +182,19 @@ def record(case: Case, index: int, update: step.Update) -> Step:
     )
 
 
-def sum_of_records(transport: Transport, mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """Calls and bytes by kind and axis, all ranks together, of what the transport has carried so far."""
-    keys = [(kind, axis) for kind in get_args(Kind) for axis in get_args(AxisName)]
-    mine = torch.zeros(len(keys), 2, dtype=torch.int64)
+def total_costs(counter: CountCosts, transport: Transport, mesh: Mesh) -> Costs:
+    """What every rank counted, and what their transports have carried so far."""
+    keys = [f"{kind} {axis}" for kind in get_args(Kind) for axis in get_args(AxisName)]
+    collectives = torch.zeros(len(keys), 2, dtype=torch.int64)
     for entry in transport.records:
-        mine[keys.index((entry.kind, entry.axis))] += torch.tensor([1, entry.bytes])
-    (summed,) = transport.run(AllReduce(mine, mesh.world))
-    totals = {f"{kind} {axis}": read_ints(row) for (kind, axis), row in zip(keys, summed, strict=True)}
-    return {key: (calls, size) for key, (calls, size) in sorted(totals.items()) if calls}
+        collectives[keys.index(f"{entry.kind} {entry.axis}")] += torch.tensor([1, entry.bytes])
+    products, peaks = torch.tensor([counter.products, counter.flops]), torch.zeros(mesh.world_size, dtype=torch.int64)
+    peaks[mesh.rank] = counter.peak_bytes
+    local = torch.cat([products, peaks, collectives.flatten()])
+    calls, flops, *rest = read_ints(transport.run(AllReduce(local, mesh.world))[0])
+    carried = zip(keys, zip(rest[mesh.world_size :: 2], rest[mesh.world_size + 1 :: 2], strict=True), strict=True)
+    moved = {key: number for key, number in sorted(carried) if number[0]}
+    return Costs(calls, flops, max(rest[: mesh.world_size]), moved)
 
 
 def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int, folder: Path) -> list[Trace]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = Path(__file__).parent
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -30,22 +30,26 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Products:
-    """Matrix products of one rank's first step: how many, and their FLOPs."""
+class Costs:
+    """What the first step took: matrix products and their FLOPs, and collectives, "kind axis" -> (calls, bytes), of all
+    ranks together; and the most bytes that what a rank made in it held at once (activations, gradients of them,
+    messages), on the rank where that is most.
+    """
 
-    calls: int
+    products: int
     flops: int
+    peak_bytes: int
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """steps in order. collectives: of the first step, all ranks together, "kind axis" -> [calls, bytes]."""
+    """steps in order."""
 
     case: str
     fingerprint: str
     steps: tuple[Step, ...]
-    products: Products
-    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+    costs: Costs
     smallest_gap: float = math.inf
 
 
@@ -53,11 +57,11 @@ class Trace:
 class Golden:
     """A trace as it lies in golden/<case>.json, with where it comes from.
 
-    costs: each layout's collectives. provenance: torch, spec, command, config. history: reasons, oldest first.
+    costs: each layout's. provenance: torch, spec, command, config. history: reasons, oldest first.
     """
 
     trace: Trace
-    costs: dict[str, dict[str, tuple[int, int]]]
+    costs: dict[str, Costs]
     provenance: dict[str, Any]
     history: tuple[dict[str, str], ...]
 
@@ -76,8 +80,7 @@ def to_text(golden: Golden) -> str:
         "provenance": golden.provenance,
         "history": list(golden.history),
         "smallest_gap": _plain(trace.smallest_gap),
-        "products": vars(trace.products),
-        "collectives": golden.costs,
+        "costs": {layout: vars(costs) for layout, costs in golden.costs.items()},
     }
     lines = [json.dumps(_plain(vars(step)), allow_nan=False) for step in trace.steps]
     head = json.dumps(header, indent=1, allow_nan=False).removesuffix("\n}")
@@ -108,15 +111,17 @@ def from_text(text: str, where: str) -> Golden:
         if raw["format"] != FORMAT:
             raise TraceError(f"{where}: format {raw['format']}, expected {FORMAT}; {REMEDY}")
         steps = tuple(_step(line) for line in raw["steps"])
-        costs = {
-            layout: {key: (calls, size) for key, (calls, size) in cost.items()}
-            for layout, cost in raw["collectives"].items()
-        }
-        products, gap = Products(**raw["products"]), _number(raw["smallest_gap"])
-        trace = Trace(raw["case"], raw["fingerprint"], steps, products, {}, gap)
+        costs = {layout: _costs(values) for layout, values in raw["costs"].items()}
+        one, gap = next(iter(costs.values())), _number(raw["smallest_gap"])
+        trace = Trace(raw["case"], raw["fingerprint"], steps, one, gap)
         return Golden(trace, costs, raw["provenance"], tuple(raw["history"]))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, StopIteration, json.JSONDecodeError) as error:
         raise TraceError(f"{where}: not a trace ({type(error).__name__}: {error}); {REMEDY}") from error
+
+
+def _costs(values: dict[str, Any]) -> Costs:
+    collectives = {key: (calls, size) for key, (calls, size) in values["collectives"].items()}
+    return Costs(**{**values, "collectives": collectives})
 
 
 def _step(line: dict[str, Any]) -> Step:

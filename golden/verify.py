@@ -2,7 +2,7 @@
 
 A case's one-rank trace is compared with its file, all steps; every other layout with the first steps of the one-rank
 trace of the same run, so that a change of the arithmetic shows once and a fault of a mesh shows where it is. What the
-first step cost (collectives, matrix products) is compared with the file.
+first step cost (matrix products, memory, collectives) is compared with the file.
 """
 
 import json as jsonlib
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def judge_one(layout: Layout, got: Trace | str, expected: Trace, steps: int | No
     if isinstance(got, str):
         return Verdict(expected.case, str(layout), error=got)
     found: Comparison = compare(expected, got, steps)
-    costs = () if golden is None else compare_costs(golden, str(layout), got, one_rank=steps is None)
+    costs = () if golden is None else compare_costs(golden, str(layout), got.costs)
     return Verdict(expected.case, str(layout), found.num_steps, found.largest, (*found.differences, *costs))
 
 
@@ -173,10 +173,10 @@ def write(cases: Sequence[Case], replayed: Replayed, reason: str, folder: Path) 
     paths = []
     for case in cases:
         layouts = (case.one_rank, *case.layouts)
-        costs = {str(layout): got.collectives for layout in layouts if isinstance(got := replayed[case, layout], Trace)}
+        costs = {str(layout): got.costs for layout in layouts if isinstance(got := replayed[case, layout], Trace)}
         one = replayed[case, case.one_rank]
         assert isinstance(one, Trace)
-        golden = Golden(replace(one, collectives={}), costs, provenance(case), (*history(case, folder), entry(reason)))
+        golden = Golden(one, costs, provenance(case), (*history(case, folder), entry(reason)))
         path = trace.path_of(case.name, folder)
         draft = path.with_suffix(".tmp")
         draft.write_text(trace.to_text(golden))

@@ -22,7 +22,7 @@ class TraceExtension(SingleFileSnapshotExtension):
     num_steps: int | None = None
 
     def serialize(self, data: Trace, **options: Any) -> str:
-        return to_text(Golden(data, {}, {}, ()))
+        return to_text(Golden(data, {"": data.costs}, {}, ()))
 
     @classmethod
     def differences(cls, serialized: str, snapshot: str) -> tuple[Difference, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from golden.compare import compare, compare_costs
-from golden.trace import Golden, Products, Step, Trace, TraceError, from_text, to_text
+from golden.trace import Costs, Golden, Step, Trace, TraceError, from_text, to_text
 from tests.golden.extension import FirstStepsExtension, TraceExtension
 
 STEP = Step(
@@ -20,8 +20,9 @@ STEP = Step(
     num_tokens_per_expert=[[3, 5], [4, 4]],
     expert_bias=[[0.001, -0.001], [0.0, 0.0]],
 )
-TRACE = Trace("base", "f" * 64, (STEP,) * 10, Products(7, 1000), {"all_to_all ep": (4, 640)}, 1e-3)
-GOLDEN = Golden(TRACE, {"EP2, n=1": {"all_to_all ep": (4, 640)}}, {"torch": "2"}, ({"reason": "first"},))
+COSTS = Costs(7, 1000, 20000, {"all_to_all ep": (4, 640)})
+TRACE = Trace("base", "f" * 64, (STEP,) * 10, COSTS, 1e-3)
+GOLDEN = Golden(TRACE, {"EP2, n=1": COSTS}, {"torch": "2"}, ({"reason": "first"},))
 
 
 def changed(at: int, **fields: Any) -> Trace:
@@ -82,24 +83,26 @@ def test_missing_and_surplus_steps_are_differences() -> None:
     assert compare(TRACE, replace(TRACE, case="other")).differences[0].field == "case"
 
 
-def test_costs_are_compared_exactly() -> None:
-    assert not compare_costs(GOLDEN, "EP2, n=1", TRACE, one_rank=True)
-    fatter = replace(TRACE, collectives={"all_to_all ep": (4, 641)}, products=Products(8, 1000))
-    assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", fatter, one_rank=True)] == ["collectives", "products"]
-    assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", fatter, one_rank=False)] == ["collectives"]
-    assert [d.field for d in compare_costs(GOLDEN, "DP2, n=1", TRACE, one_rank=False)] == ["collectives"]
+def test_costs_are_compared_exactly_but_for_memory() -> None:
+    assert not compare_costs(GOLDEN, "EP2, n=1", COSTS)
+    fatter = replace(COSTS, collectives={"all_to_all ep": (4, 641)}, products=8)
+    assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", fatter)] == ["products", "collectives"]
+    assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, flops=1001))] == ["flops"]
+    assert not compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, peak_bytes=20199))
+    assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, peak_bytes=20201))] == ["peak_bytes"]
+    assert [d.field for d in compare_costs(GOLDEN, "DP2, n=1", COSTS)] == ["costs"]
 
 
 def test_the_file_keeps_every_bit() -> None:
-    exact = changed(1, loss=0.1 + 0.2, grad_norm=math.inf, expert_bias=None)
-    golden = replace(GOLDEN, trace=replace(exact, collectives={}))
+    golden = replace(GOLDEN, trace=changed(1, loss=0.1 + 0.2, grad_norm=math.inf, expert_bias=None))
     assert from_text(to_text(golden), "here") == golden
 
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('"format": 1', '"format": 2', "format 2, expected 1"),
+        ('"format": 2', '"format": 3', "format 3, expected 2"),
+        ('"products": 7', '"product": 7', "TypeError"),
         ('"loss": 2.5, ', "", "KeyError|a step has fields"),
         ('"loss": 2.5', '"loss": "much"', "KeyError: 'much'"),
         ('"steps"', '"stops"', "KeyError: 'steps'"),

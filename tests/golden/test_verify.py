@@ -26,7 +26,7 @@ def faithful(cases: Sequence[Case]) -> Replayed:
     for case in cases:
         golden = trace.read(case.name)
         for layout in (case.one_rank, *case.layouts):
-            replayed[case, layout] = replace(golden.trace, collectives=golden.costs[str(layout)])
+            replayed[case, layout] = replace(golden.trace, costs=golden.costs[str(layout)])
     return replayed
 
 
@@ -54,7 +54,7 @@ def with_step(at: int, **fields: Any) -> Change:
 ONE_RANK_DIFFERS = but((BASE, BASE.one_rank), with_step(41, grad_norm=2.0))
 MESH_DIFFERS = but((BASE, MESH), with_step(7, loss=1.0))
 MESH_LATER = but((BASE, MESH), with_step(8, loss=1.0))
-MESH_COST = but((BASE, MESH), lambda found: replace(found, collectives={}))
+MESH_COST = but((BASE, MESH), lambda found: replace(found, costs=replace(found.costs, collectives={})))
 MESH_FAILS = but((BASE, MESH), lambda found: "rank 1: ValueError: planted")
 
 
@@ -155,7 +155,7 @@ def test_update_writes_the_new_trace_and_keeps_the_reasons(folder: Path) -> None
     after = contents(folder)
     assert [name for name in before if after[name] != before[name]] == ["base.json"] and after.keys() == before.keys()
     old, new = trace.read("base"), trace.read("base", folder)
-    assert new.trace.steps[2].loss == 1.25 and new.costs == old.costs and new.trace.products == old.trace.products
+    assert new.trace.steps[2].loss == 1.25 and new.costs == old.costs and new.trace.costs == old.trace.costs
     assert new.history[:-1] == old.history and new.history[-1]["reason"] == "a new loss"
     assert new.provenance["config"] == BASE.config() and new.provenance["torch"]
     assert run(["base"], folder=folder, replay=changed_everywhere) == 0
