@@ -74,9 +74,14 @@ class Schedule:
     """How the table differs from the published one; empty if it does not."""
 
     def forwards(self) -> "Schedule":
-        """The forwards alone, in the same order: an evaluation."""
-        rows = (tuple(a for step in row for a in actions(step) if a.kind == "F") for row in self.steps)
-        return replace(self, steps=tuple(rows))
+        """The forwards alone: an evaluation. In a V each rank takes its two stages in turn, in step with its peers.
+
+        In their order beside backwards, a V's forwards could all be sending at once.
+        """
+        rows = [[a for step in row for a in actions(step) if a.kind == "F"] for row in self.steps]
+        if self.kind in ("zbv", "dualpipev"):
+            rows = [sorted(row, key=lambda a: 2 * a.microbatch + a.stage) for row in rows]
+        return replace(self, steps=tuple(map(tuple, rows)))
 
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether this backward is an I and a W, so that its weight gradients wait."""

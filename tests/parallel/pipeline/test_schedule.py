@@ -61,12 +61,15 @@ def ascending(row: list[Action]) -> None:
 
 @pytest.mark.parametrize(("kind", "chunks"), CASES)
 def test_forwards_alone_are_a_table_too(kind: ScheduleKind, chunks: int) -> None:
-    for ranks, n in [(1, 1), (1, 5), (2, 3), (4, 8), (8, 5)]:
-        schedule = make_schedule(kind, ranks, n, chunks)
-        alone = schedule.forwards()
-        simulate(alone)
+    for ranks, n in [(1, 1), (1, 5), (2, 3), (4, 16), (8, 5), (8, 20)]:
+        alone = make_schedule(kind, ranks, n, chunks).forwards()
+        run = simulate(alone)
         assert all(isinstance(step, Action) and step.kind == "F" for row in alone.steps for step in row)
-        assert sum(map(len, alone.steps)) == ranks * chunks * n
+        for row in alone.steps:
+            ascending([a for step in row for a in actions(step)])
+        if n % ranks == 0 or kind != "interleaved":
+            down = ranks - 1 if kind in ("1f1b", "interleaved") else 2 * (ranks - 1)  # a V ends where it began
+            assert run.time == n * chunks + down, "nothing but the way there is idle"
 
 
 def test_placement() -> None:
