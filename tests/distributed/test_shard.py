@@ -1,4 +1,6 @@
-"""Sharding by calls on dp2 x ep2 and dp4: sums into owners' slices, gathering, whole tensors, norms."""
+"""Sharding by calls on data, expert and pipeline axes: sums into owners' slices, gathering, whole tensors, norms, and
+a parameter that one pipeline rank keeps and another one borrows.
+"""
 
 from itertools import pairwise
 from math import prod
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from pithtrain.ops.parameter import ParameterSpec, initial_values
 from pithtrain.parallel.mesh import make_mesh
-from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.shard import Loan, Shard
 from pithtrain.parallel.transport import Transport
 from pithtrain.parallel.world import run_world
 from tests.agreement import assert_close
@@ -25,7 +27,10 @@ SPECS = [
     ParameterSpec("norm", (1,), decay=False),
     ParameterSpec("head", (13, 10), std=1.0),
 ]
-MESHES = ((1, 1), (2, 2), (4, 1), (1, 4))  # dp, ep
+NAMES = [spec.name for spec in SPECS]
+MESHES = ((1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))  # dp, ep, pp
+KEPT = {1: (NAMES,), 2: (NAMES[1:5], [NAMES[0], *NAMES[5:]])}  # by number of pipeline ranks: what each of them keeps
+LENT = "embedding"  # the second of two pipeline ranks keeps it, the first borrows it
 SEED, BIG, SMALL = 5, 1.0, 2.0**-20
 
 
@@ -37,33 +42,47 @@ def gradient(spec: ParameterSpec, rank: int) -> Tensor:
     return grad
 
 
-def measure(dp: int, ep: int) -> dict[str, Any]:
+def reads(mesh: tuple[int, int, int], rank: int) -> set[str]:
+    """What the layers of a rank read: what it keeps, and what it borrows."""
+    dp, ep, pp = mesh
+    return {*KEPT[pp][rank // (dp * ep)], LENT} if pp > 1 else set(NAMES)
+
+
+def measure(dp: int, ep: int, pp: int) -> dict[str, Any]:
     """Everything on one rank; whole tensors are the same on all."""
     torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN
-    mesh = make_mesh(dp=dp, ep=ep)
-    shard = Shard.create(SPECS, mesh, Transport(), torch.device("cpu"))
+    mesh, transport = make_mesh(pp=pp, dp=dp, ep=ep), Transport()
+    loan = Loan(LENT, owner=1, borrower=0) if pp > 1 else None
+    shard = Shard.create(SPECS, mesh, transport, torch.device("cpu"), KEPT[pp][mesh.pp.index], loan)
     shard.initialise(SEED)
-    results: dict[str, Any] = {"initial": {n: shard.whole(shard.masters(), n).numpy() for n in shard.placements}}
+    results: dict[str, Any] = {"initial": {name: shard.whole(shard.masters(), name).numpy() for name in NAMES}}
+    results["read"] = {name: weight.value.numpy().copy() for name, weight in shard.weights().items()}
 
-    for name, weight in shard.weights().items():
-        experts, whole = shard.local_experts(name), gradient(shard.placements[name].spec, mesh.rank)
-        weight.grad.add_(whole if experts is None else whole[experts.start : experts.stop])
+    for spec in SPECS:
+        if weight := shard.weights().get(spec.name):
+            experts, whole = shard.local_experts(spec.name) if spec.expert else None, gradient(spec, mesh.rank)
+            weight.grad.add_(whole if experts is None else whole[experts.start : experts.stop])
+    transport.records.clear()
     grads = shard.reduce()
-    results["grads"] = {name: shard.whole(grads, name).numpy() for name in shard.placements}
+    results["sent"] = [(record.axis, record.bytes) for record in transport.records if record.kind == "send"]
+    results["grads"] = {name: shard.whole(grads, name).numpy() for name in NAMES}
     results["norms"] = shard.square_norms(grads).tolist()
     results["chunks"] = {name: (flat.shape[0], flat.dtype == torch.float32) for name, flat in grads.items()}
 
     for flat in shard.masters().values():
         flat.mul_(2).add_(flat.ne(0), alpha=mesh.rank + 1)  # every owner changes what it owns, in its own way
+    transport.records.clear()
     shard.gather()
+    results["sent"] += [(record.axis, record.bytes) for record in transport.records if record.kind == "send"]
     results["views"] = {name: weight.value.numpy().copy() for name, weight in shard.weights().items()}
-    results["after"] = {name: shard.whole(shard.masters(), name).numpy() for name in shard.placements}
+    results["after"] = {name: shard.whole(shard.masters(), name).numpy() for name in NAMES}
     stops = {"dense": 0, "expert": 0}
     for place in shard.placements.values():
         stops[place.bucket] = max(stops[place.bucket], place.stop)
     results["tails"] = {name: bucket.values[stops[name] :].abs().sum().item() for name, bucket in shard.buckets.items()}
     shard.zero_grads()
-    results["zeroed"] = all(not bucket.grads.any() for bucket in shard.buckets.values())
+    buffers = [bucket.grads for bucket in shard.buckets.values()] + [w.grad for w in shard.weights().values()]
+    results["zeroed"] = not any(buffer.any() for buffer in buffers)
     results["bits"] = keep_bits(shard)
     return results
 
@@ -78,19 +97,20 @@ def keep_bits(shard: Shard) -> dict[str, Any]:
     """Odd values kept by each owner and assembled again, as int32."""
     flats = {name: torch.zeros_like(flat) for name, flat in shard.masters().items()}
     for name, place in shard.placements.items():
+        assert shard.holds(name)
         experts, values = shard.local_experts(name), odd_values(place.spec).view(torch.float32)
         shard.keep(flats, name, values if experts is None else values[experts.start : experts.stop])
-    return {name: shard.whole(flats, name).view(torch.int32).numpy() for name in shard.placements}
+    return {name: shard.whole(flats, name).view(torch.int32).numpy() for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def worlds() -> dict[tuple[int, int], list[dict[str, Any]]]:
+def worlds() -> dict[tuple[int, int, int], list[dict[str, Any]]]:
     preload = ["tests.distributed.test_shard"]
-    return {(dp, ep): run_world(dp * ep, measure, dp, ep, preload=preload) for dp, ep in MESHES}
+    return {mesh: run_world(prod(mesh), measure, *mesh, preload=preload) for mesh in MESHES}
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_initial_values_know_no_rank(worlds: Any, mesh: tuple[int, int]) -> None:
+def test_initial_values_know_no_rank(worlds: Any, mesh: tuple[int, int, int]) -> None:
     for rank in worlds[mesh]:
         for spec in SPECS:
             if spec.expert:
@@ -101,12 +121,21 @@ def test_initial_values_know_no_rank(worlds: Any, mesh: tuple[int, int]) -> None
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_reduce_and_gather(worlds: Any, mesh: tuple[int, int]) -> None:
+def test_a_rank_reads_the_parameters_of_its_stages(worlds: Any, mesh: tuple[int, int, int]) -> None:
+    """And what is lent to it, from the same start as its owner's."""
+    for rank, result in enumerate(worlds[mesh]):
+        assert result["read"].keys() == result["views"].keys() == reads(mesh, rank)
+        if LENT in result["read"]:
+            assert np.array_equal(result["read"][LENT], result["initial"][LENT])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_reduce_and_gather(worlds: Any, mesh: tuple[int, int, int]) -> None:
     """Gradients are summed over the ranks that hold the parameter or the expert, in fp32, and divided by nothing."""
-    dp, ep = mesh
+    _, ep, _ = mesh
     for rank, result in enumerate(worlds[mesh]):
         for spec in SPECS:
-            adding = range(dp * ep)
+            adding = [r for r in range(prod(mesh)) if spec.name in reads(mesh, r)]
             expected = sum((gradient(spec, r).double() for r in adding), torch.zeros(spec.shape, dtype=torch.float64))
             if spec.expert:  # expert e lives on the ranks with ep index e // local
                 local = spec.shape[0] // ep
@@ -116,16 +145,17 @@ def test_reduce_and_gather(worlds: Any, mesh: tuple[int, int]) -> None:
             got = torch.from_numpy(result["grads"][spec.name])
             assert_close(got, expected, f"rank {rank}: {spec.name}")
             assert got.view(-1)[0] == expected.view(-1)[0], "a small summand was lost"
-        assert result["chunks"] == worlds[mesh][0]["chunks"], "slices are equal"
+        first = rank - rank % (prod(mesh) // mesh[2])
+        assert result["chunks"] == worlds[mesh][first]["chunks"], "slices are equal"
         assert all(is_fp32 for _, is_fp32 in result["chunks"].values())
         assert result["tails"] == {"dense": 0.0, "expert": 0.0}, "padding at a bucket's end stays zero"
         assert result["zeroed"]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_rank_sees_what_the_owners_changed(worlds: Any, mesh: tuple[int, int]) -> None:
+def test_every_rank_sees_what_the_owners_changed(worlds: Any, mesh: tuple[int, int, int]) -> None:
     """The layers' views after `gather` are the owners' values; each element had one owner, and every owner some."""
-    _, ep = mesh
+    _, ep, _ = mesh
     seen = set()
     for rank, result in enumerate(worlds[mesh]):
         for spec in SPECS:
@@ -133,7 +163,8 @@ def test_every_rank_sees_what_the_owners_changed(worlds: Any, mesh: tuple[int, i
             assert np.array_equal(after, worlds[mesh][0]["after"][spec.name])
             local = spec.shape[0] // ep
             mine = after[rank % ep * local : (rank % ep + 1) * local] if spec.expert else after
-            assert np.array_equal(result["views"][spec.name], mine), f"rank {rank}: {spec.name}"
+            if spec.name in reads(mesh, rank):
+                assert np.array_equal(result["views"][spec.name], mine), f"rank {rank}: {spec.name}"
             owner = after - 2 * result["initial"][spec.name]
             assert np.abs(owner - owner.round()).max() < 1e-5
             seen |= set(owner.round().astype(int).flatten().tolist())
@@ -141,7 +172,7 @@ def test_every_rank_sees_what_the_owners_changed(worlds: Any, mesh: tuple[int, i
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_square_norms_count_each_element_once(worlds: Any, mesh: tuple[int, int]) -> None:
+def test_square_norms_count_each_element_once(worlds: Any, mesh: tuple[int, int, int]) -> None:
     """On every rank the same: of the whole summed gradient, parameter by parameter, in the model's order."""
     for result in worlds[mesh]:
         expected = [float(np.square(result["grads"][spec.name].astype(np.float64)).sum()) for spec in SPECS]
@@ -150,10 +181,18 @@ def test_square_norms_count_each_element_once(worlds: Any, mesh: tuple[int, int]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_whole_and_keep_are_exact_to_the_bit(worlds: Any, mesh: tuple[int, int]) -> None:
+def test_whole_and_keep_are_exact_to_the_bit(worlds: Any, mesh: tuple[int, int, int]) -> None:
     for result in worlds[mesh]:
         for spec in SPECS:
             assert np.array_equal(result["bits"][spec.name], odd_values(spec).numpy()), spec.name
+
+
+def test_a_loan_is_one_gradient_and_one_value_a_step(worlds: Any) -> None:
+    """Each borrower to the owner of the same data rank, and back, over the axis of that direction."""
+    size = prod(SPECS[0].shape) * 4
+    for rank, result in enumerate(worlds[2, 1, 2]):
+        assert result["sent"] == [("pp" if rank < 2 else "pp_back", size)]
+    assert all(result["sent"] == [] for result in worlds[2, 2, 1])
 
 
 def test_every_parameter_starts_on_a_boundary_and_overlaps_none() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pithtrain.parallel.mesh import Axis, make_mesh
-from pithtrain.parallel.transport import AllReduce, AllToAll, Pending, Record, Request, Transport
+from pithtrain.parallel.transport import AllReduce, AllToAll, Counts, Pending, Receive, Record, Request, Send, Transport
 from pithtrain.parallel.world import WorldError, run_world
 
 PRELOAD = ["tests.distributed.test_transport"]
@@ -49,6 +49,13 @@ def carry() -> list[Record]:
     transport.all_gather_into(whole, whole[2 * rank : 2 * rank + 2], mesh.dense)
     assert whole.tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]
 
+    numbers = torch.tensor([[10, 11], [20, 21]]) + rank  # row i to peer i
+    sent, received = transport.run(Counts(numbers, mesh.ep))
+    assert torch.equal(sent, numbers) and received.device.type == "cpu"
+    assert received.tolist() == [
+        [10 * (me + 1) + rank - me + peer, 10 * (me + 1) + 1 + rank - me + peer] for peer in (0, 1)
+    ]
+
     before = len(records)
     alone = Axis("cp", 1, 0, None)
     assert transport.run(AllToAll((rows,), (4,), (4,), alone))[0] is rows
@@ -72,7 +79,33 @@ def test_records_kind_axis_and_bytes() -> None:
             Record("reduce_scatter", "dense", 8 * 4),
             Record("reduce_scatter", "expert", 8 * 4),
             Record("all_gather", "dense", 2 * 4),
+            Record("all_to_all", "ep", 4 * 8),
         ]
+
+
+def send_messages() -> list[Record]:
+    """Along a pipeline of 2 beside 2 data ranks: in order, both ways at once, each among the right two ranks."""
+    mesh, transport = make_mesh(pp=2, dp=2), Transport()
+    me, peer, data = mesh.pp.index, 1 - mesh.pp.index, mesh.dp.index
+    groups = {id(axis.group) for axis in (mesh.pp, mesh.pp_back, mesh.dp, mesh.world)}
+    assert len(groups) == 4, "messages between two ranks keep to groups of their own"
+    buffers = [torch.full((2, 3), -1.0) for _ in range(3)]
+    receives = [transport.launch(Receive(buffer, peer, mesh.back_from(peer))) for buffer in buffers]
+    turned = (torch.arange(6.0).view(3, 2) + 10 * mesh.rank).T  # not contiguous: elements still arrive in place
+    sends = [transport.launch(Send(turned + 100 * i, peer, mesh.towards(peer))) for i in range(3)]
+    for i, (receive, buffer) in enumerate(zip(receives, buffers, strict=True)):
+        (received,) = receive()
+        expected = (torch.arange(6.0).view(3, 2) + 10 * (2 * peer + data)).T + 100 * i
+        assert received is buffer and torch.equal(received, expected)
+    for send in sends:
+        send()
+    assert me == mesh.rank // 2
+    return transport.records
+
+
+def test_messages_arrive_in_order_and_are_recorded_where_they_start() -> None:
+    for rank, records in enumerate(run_world(4, send_messages, preload=PRELOAD)):
+        assert records == [Record("send", "pp" if rank < 2 else "pp_back", 6 * 4)] * 3
 
 
 @dataclass(frozen=True, eq=False)

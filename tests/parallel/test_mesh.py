@@ -36,10 +36,21 @@ def test_expert_ranks_read_different_data_and_context_ranks_the_same() -> None:
     assert [mesh.data_rank for mesh in ranks] == [0, 1, 0, 1, 2, 3, 2, 3] * 2
 
 
+def test_each_direction_of_a_pipeline_has_an_axis_of_its_own() -> None:
+    """So a message to a higher rank never waits for one to a lower rank; both ends name the same axis."""
+    ranks = [mesh_of(rank, pp=3, ep=2) for rank in range(6)]
+    for mesh in ranks:
+        for other in (one for one in ranks if one.pp.index != mesh.pp.index):
+            axis = mesh.towards(other.pp.index)
+            assert axis.name == ("pp" if mesh.pp.index < other.pp.index else "pp_back")
+            assert other.back_from(mesh.pp.index).name == axis.name
+            assert axis.index == mesh.pp.index and axis.size == 3
+
+
 def test_a_world_of_one() -> None:
     mesh = make_mesh()
     assert (mesh.rank, mesh.world_size, mesh.data_ranks, mesh.data_rank) == (0, 1, 1, 0)
-    for axis in (mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.dense, mesh.expert, mesh.world):
+    for axis in (mesh.pp, mesh.pp_back, mesh.dp, mesh.cp, mesh.ep, mesh.dense, mesh.expert, mesh.world):
         assert (axis.size, axis.index, axis.group) == (1, 0, None)
     assert mesh.describe() == "pp1 dp1 cp1 ep1"
 
