@@ -24,7 +24,7 @@ from pithtrain.ops.linear import Compute
 from pithtrain.ops.rope import rope_tables
 from pithtrain.optim import Optimizer, clip, updated_bias
 from pithtrain.parallel.mesh import Mesh
-from pithtrain.parallel.pipeline.executor import execute
+from pithtrain.parallel.pipeline.executor import connect, execute
 from pithtrain.parallel.pipeline.schedule import Schedule, ScheduleKind, make_schedule
 from pithtrain.parallel.shard import Flat, Loan, Shard
 from pithtrain.parallel.tape import Observe, Pass, unobserved
@@ -89,7 +89,9 @@ def build(
     weights, local = shard.weights(), arch.num_experts // mesh.ep.size
     stages = {stage: build_stage(arch, weights, layers[stage], local) for stage in layers}
     tables = rope_tables(sequence_length, arch.head_dim, arch.rope_theta, device)
-    return Trainee(arch, stages, shard, mesh, transport, tables, execution)
+    trainee = Trainee(arch, stages, shard, mesh, transport, tables, execution)
+    connect(trainee.schedule(1).rank_of, mesh, device)
+    return trainee
 
 
 def place(

@@ -6,16 +6,17 @@ the tables are proven free of deadlock with sends that wait at once, which is st
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pithtrain.parallel.mesh import Mesh
-from pithtrain.parallel.pipeline.schedule import Action, Pair, Schedule, Step, Transfer, arrivals, outgoing
+from pithtrain.parallel.pipeline.schedule import Action, Pair, Schedule, Transfer, arrivals, outgoing
 from pithtrain.parallel.tape import Observe, Pass, drive
 from pithtrain.parallel.transport import Pending, Receive, Send, Transport
 
@@ -64,7 +65,7 @@ class Post:
             return None
         if transfer in self.handed:
             return self.handed.pop(transfer)
-        (received,) = self.observe(name_of(transfer), "wait", self.posted.pop(transfer))
+        (received,) = self.observe(str(transfer), "wait", self.posted.pop(transfer))
         return received
 
     def give(self, transfer: Transfer, tensor: Tensor) -> None:
@@ -82,7 +83,7 @@ class Post:
         under_way = self.sent[peer]
         if len(under_way) > 1:
             under_way.popleft()()
-        send, name = Send(tensor, peer, self.mesh.towards(peer)), name_of(transfer)
+        send, name = Send(tensor, peer, self.mesh.towards(peer)), str(transfer)
         pending = self.observe(name, "launch", partial(self.transport.launch, send))
         under_way.append(partial(self.observe, name, "wait", pending))
 
@@ -92,6 +93,19 @@ class Post:
             for wait in under_way:
                 wait()
         assert not self.posted and not self.handed and not self.ready, "every message was taken"
+
+
+def connect(rank_of: Sequence[int], mesh: Mesh, device: torch.device) -> None:
+    """Collective. Sends one message over every channel between stages, pair by pair in one order on all ranks.
+
+    NCCL makes a connection at its first use and waits there for the peer; a receive that is posted early must not.
+    """
+    transport, me = Transport(), mesh.pp.index
+    for source, target in sorted({pair for a, b in pairwise(rank_of) if a != b for pair in ((a, b), (b, a))}):
+        if me == source:
+            transport.run(Send(torch.zeros(1, device=device), target, mesh.towards(target)))
+        elif me == target:
+            transport.run(Receive(torch.zeros(1, device=device), source, mesh.back_from(source)))
 
 
 def execute(schedule: Schedule, work: Work, mesh: Mesh, transport: Transport, like: Tensor, observe: Observe) -> None:
@@ -114,7 +128,7 @@ def execute(schedule: Schedule, work: Work, mesh: Mesh, transport: Transport, li
             case Pair(forward, backward):
                 both = _run(post, work, backward), _run(post, work, forward)
                 run = partial(drive, transport, *both, observe=observe)
-        observe(name_of(step), "action", run)
+        observe(str(step), "action", run)
     post.finish()
 
 
@@ -129,10 +143,3 @@ def _run(post: Post, work: Work, action: Action) -> Pass[None]:
         grad = yield from work.backward(stage, microbatch, post.take(Transfer("grad", stage, microbatch)))
         if grad is not None:
             post.give(Transfer("grad", stage - 1, microbatch), grad)
-
-
-def name_of(item: Step | Transfer) -> str:
-    """F1.3 is the forward of micro-batch 3 in stage 1; F1.3+B0.2 a pair; hidden1.3 the message that stage 1 gets."""
-    if isinstance(item, Pair):
-        return f"{name_of(item.forward)}+{name_of(item.backward)}"
-    return f"{item.kind}{item.stage}.{item.microbatch}"
