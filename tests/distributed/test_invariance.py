@@ -4,9 +4,6 @@ Every world measures the same cases; all is compared here with one rank. Where a
 micro-batches (spec/losses.toml), it is compared with one rank at the same number, else with one micro-batch.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +11,7 @@ import torch
 from pithtrain.layers.balance import BalanceKind, Objective
 from pithtrain.parallel.world import run_world
 from tests.agreement import TOLERANCE, assert_agree, relative_difference
+from tests.distributed.comparison import Results, check, same_bytes, tensors
 from tests.distributed.layouts import Case, Layout, Run, run_layout
 
 ONE = Layout()
@@ -28,42 +26,12 @@ KINDS: tuple[BalanceKind, ...] = ("sequence", "micro_batch", "global_batch")
 BALANCE = {kind: [Case(Objective(kind, 1.0, 0.1), n, labels=False, padding=True) for n in COUNTS] for kind in KINDS}
 CASES = [*PLAIN, *WHOLE, *PADDED, *IDLE, *(case for kind in KINDS for case in BALANCE[kind])]
 RUNS = [Run("adamw"), Run("sgd"), Run("adamw", 4)]
-Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[Layout, Results]:
     preload = ["tests.distributed.layouts"]
     return {layout: run_world(layout.size, run_layout, layout, CASES, RUNS, preload=preload)[0] for layout in LAYOUTS}
-
-
-def tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def check(got: Results, expected: Results, what: str) -> float:
-    """One case against another: scalars, gradients per parameter and expert; counts and ids exactly."""
-    what = f"{what} (smallest top-k gap {expected['gap']:.1e})"
-    assert got["num_labels"] == expected["num_labels"], what
-    assert np.array_equal(got["counts"], expected["counts"]), f"{what}: counts"
-    assert np.array_equal(got["ids"], expected["ids"]), f"{what}: expert ids"
-    for field in ("loss", "balance_loss", "z_loss", "norm"):
-        assert got[field] == pytest.approx(expected[field], rel=TOLERANCE, abs=0), f"{what}: {field}"
-    for name, square in expected["square_norms"].items():
-        assert got["square_norms"][name] == pytest.approx(square, rel=2 * TOLERANCE, abs=0), f"{what}: {name}"
-    return assert_agree(tensors(got["grads"]), tensors(expected["grads"]), what)
-
-
-def same_bytes(got: Any, expected: Any, what: str) -> None:
-    """Nested results, equal to the bit."""
-    if isinstance(expected, dict):
-        assert got.keys() == expected.keys(), what
-        for key, value in expected.items():
-            same_bytes(got[key], value, f"{what}: {key}")
-    elif isinstance(expected, np.ndarray):
-        assert got.tobytes() == expected.tobytes(), what
-    else:
-        assert got == expected, what
 
 
 def first(case: Case) -> Case:
