@@ -9,7 +9,7 @@ choice and what it counted are those of the first run.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -120,10 +120,8 @@ def forward(stage: Stage, inputs: Inputs, hidden: Tensor | None, setting: Settin
     if head_weight is None:
         return Forwarded(hidden, None, loads, tape)
     (final,) = tape.run("norm", stage.final_norm, hidden)
-    labels = inputs.labels.flatten()
-    head = setting.observe(
-        "head", "forward", lambda: head_loss(final, head_weight, labels, inputs.scale, setting.compute)
-    )
+    labels, compute = inputs.labels.flatten(), replace(setting.compute, deferred=None)  # logits' gradients are large
+    head = setting.observe("head", "forward", lambda: head_loss(final, head_weight, labels, inputs.scale, compute))
     return Forwarded(None, head, loads, tape)
 
 

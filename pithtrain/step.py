@@ -221,7 +221,8 @@ class _Work:
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Pass[Tensor | None]:
         trainee, model, compute = self.trainee, self.trainee.stages[stage], self.compute
-        if self.schedule.splits(stage, microbatch):
+        hides = trainee.mesh.ep.size > 1 and self.schedule.pairs(stage, microbatch)  # an exchange behind its products
+        if hides or self.schedule.splits(stage, microbatch):
             compute = self.queues[stage, microbatch] = replace(compute, deferred=[])
         setting = passes.Setting(trainee.mesh, compute, trainee.execution.recompute, trainee.observe)
         inputs = self.inputs(microbatch)
@@ -239,7 +240,8 @@ class _Work:
         return self.live.pop((stage, microbatch))(grad)
 
     def weight_gradients(self, stage: int, microbatch: int) -> None:
-        self.queues.pop((stage, microbatch)).drain()
+        if queue := self.queues.get((stage, microbatch)):
+            self.trainee.observe("weight gradients", "backward", queue.drain)
 
     def inputs(self, microbatch: int) -> passes.Inputs:
         batch, device = self.batches[microbatch], self.trainee.device
@@ -295,7 +297,8 @@ class _Work:
     def reduce(self) -> Gradients:
         """Gradients to their owners; losses, counts and norms to everyone. One host read of floats, one of counts."""
         trainee, totals = self.trainee, self.totals
-        assert totals is not None and not self.live and not self.queues, "every backward pass and weight gradient ran"
+        assert totals is not None and not self.live, "every backward pass ran"
+        assert not any(queue.deferred for queue in self.queues.values()), "every weight gradient was added"
         flat = trainee.shard.reduce()
         zero = torch.zeros((), dtype=torch.float64, device=trainee.device)
         local = torch.stack([sum((x.double() for x in xs), zero) for xs in (self.losses, self.balance, self.z)])

@@ -108,18 +108,32 @@ class Piece:
         return [slot.pop() if slot else None for slot in self._slots]
 
 
-def drive(transport: Transport, *passes: Pass[Any], observe: Observe = unobserved) -> list[Any]:
-    """Runs passes to their ends, in turn: each goes on until it asks for an exchange, then the next has its go."""
+def drive(
+    transport: Transport, *passes: Pass[Any], observe: Observe = unobserved, filler: Callable[[], None] | None = None
+) -> list[Any]:
+    """Runs passes to their ends, in turn: each goes on until it asks for an exchange, then the next has its go.
+
+    filler: does what the first pass has left for later, in a turn of its own behind each exchange of that pass, and
+    when the pass ends.
+    """
     results: list[Any] = [None] * len(passes)
-    live: deque[tuple[int, Pass[Any], str, Pending | None]] = deque((i, run, "", None) for i, run in enumerate(passes))
+    live: deque[tuple[int, Pass[Any], str, Pending | None, Callable[[], None] | None]]
+    live = deque((index, run, "", None, None) for index, run in enumerate(passes))
     while live:
-        index, run, name, pending = live.popleft()
+        index, run, name, pending, fill = live.popleft()
+        if fill is not None:
+            fill()
+            live.append((index, run, name, pending, None))
+            continue
         try:
             request = next(run) if pending is None else run.send(observe(name, "wait", pending))
         except StopIteration as end:
             results[index] = end.value
+            if index == 0 and filler is not None:
+                filler()
         else:
-            live.append((index, run, request.name, _launch(transport, request, observe)))
+            pending = _launch(transport, request, observe)
+            live.append((index, run, request.name, pending, filler if index == 0 else None))
     return results
 
 

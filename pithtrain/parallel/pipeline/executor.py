@@ -31,7 +31,7 @@ class Work(Protocol):
         """grad: None in the last stage. Gives the gradient of what the stage read, None in the first."""
 
     def weight_gradients(self, stage: int, microbatch: int) -> None:
-        """Adds the weight gradients that the backward pass left for later."""
+        """Adds the weight gradients that the backward pass has left for later so far."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +121,13 @@ def execute(schedule: Schedule, work: Work, mesh: Mesh, transport: Transport, li
         run: Callable[[], Any]
         match step:
             case Action("W", stage, microbatch):
-                gradients = partial(work.weight_gradients, stage, microbatch)
-                run = partial(observe, "weight gradients", "backward", gradients)
+                run = partial(work.weight_gradients, stage, microbatch)
             case Action():
                 run = partial(drive, transport, _run(post, work, step), observe=observe)
             case Pair(forward, backward):
                 both = _run(post, work, backward), _run(post, work, forward)
-                run = partial(drive, transport, *both, observe=observe)
+                filler = partial(work.weight_gradients, backward.stage, backward.microbatch)
+                run = partial(drive, transport, *both, observe=observe, filler=filler)
         observe(str(step), "action", run)
     post.finish()
 

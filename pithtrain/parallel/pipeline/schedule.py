@@ -83,6 +83,11 @@ class Schedule:
             rows = [sorted(row, key=lambda a: 2 * a.microbatch + a.stage) for row in rows]
         return replace(self, steps=tuple(map(tuple, rows)))
 
+    def pairs(self, stage: int, microbatch: int) -> bool:
+        """Whether this backward runs beside a forward."""
+        steps, backward = self.steps[self.rank_of[stage]], Action("B", stage, microbatch)
+        return any(isinstance(step, Pair) and step.backward == backward for step in steps)
+
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether this backward is an I and a W, so that its weight gradients wait."""
         return Action("W", stage, microbatch) in self.steps[self.rank_of[stage]]
