@@ -41,10 +41,10 @@ def test_a_step_is_the_same_to_the_bit(recompute: passes.Recompute) -> None:
     assert int(got.num_tokens_per_expert.sum()) == COPIES
 
 
-def forward(trainee: step.Trainee) -> passes.Forwarded:
+def forward(trainee: step.Trainee, scale: float | None = 0.05) -> passes.Forwarded:
     setting = passes.Setting(trainee.mesh, Compute(), trainee.execution.recompute)
     (choices,), batch = step.learned(trainee, 1, None), new_batch(B, S)
-    inputs = passes.Inputs(batch.tokens, batch.labels, None, trainee.tables, choices, 0.05)
+    inputs = passes.Inputs(batch.tokens, batch.labels, None, trainee.tables, choices, scale)
     (done,) = drive(trainee.transport, passes.forward(whole_of(trainee), inputs, None, setting))
     return done
 
@@ -65,7 +65,7 @@ def test_experts_are_chosen_once() -> None:
     for seed, name in enumerate(routers):
         value = again.shard.weights()[name].value
         value += 1e-7 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
-    other = forward(again)
+    other = forward(again, scale=None)
     assert all((first.loads[row].topk_expert_ids != other.loads[row].topk_expert_ids).any() for row in range(2))
     assert_agree(backward(again, first), expected)
 
