@@ -53,7 +53,7 @@ def read(tensor: Tensor) -> Transfer:
 class Saying:
     """Work whose messages name themselves. yields: exchanges within a forward and a backward.
 
-    left: the backward passes that have left weight gradients, which each does after each of its exchanges.
+    left: the split and the paired backwards that have left weight gradients, as each does around its exchanges.
     """
 
     schedule: Schedule
@@ -77,10 +77,11 @@ class Saying:
     def backward(self, stage: int, microbatch: int, grad: Tensor | None) -> Pass[Tensor | None]:
         assert (grad is None) == (stage == self.last) and (stage, microbatch) in self.forwarded
         assert grad is None or read(grad) == Transfer("grad", stage, microbatch)
-        self.left.add((stage, microbatch))
+        waits = self.schedule.splits(stage, microbatch) or self.schedule.pairs(stage, microbatch)
         for _ in range(self.yields[1]):
+            self.left.update({(stage, microbatch)} if waits else ())
             yield AllReduce(torch.zeros(1), self.mesh.cp)
-            self.left.add((stage, microbatch))
+        self.left.update({(stage, microbatch)} if waits else ())
         return message(Transfer("grad", stage - 1, microbatch)) if stage else None
 
     def weight_gradients(self, stage: int, microbatch: int) -> None:
