@@ -2,14 +2,15 @@
 
 import gc
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pithtrain.parallel.mesh import make_mesh
-from pithtrain.parallel.tape import Piece, drive
+from pithtrain.parallel.tape import Phase, Piece, Segment, drive
 from pithtrain.parallel.transport import AllReduce, Pending, Request, Transport
 from tests.agreement import randn
 
@@ -77,6 +78,51 @@ def test_a_graph_is_freed_with_its_backward_pass() -> None:
     assert made[0]() is None
 
 
+def test_a_piece_that_runs_again_keeps_its_inputs_alone() -> None:
+    """Same outputs, same gradients; nothing of the first run lives on, and the second sees the inputs of the first."""
+    x, y, index = randn(2, 3), randn(2, 3, seed=1), torch.tensor([1, 1])
+    made = []
+
+    def run(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        kept = x.exp()
+        made.append((weakref.ref(kept), torch.is_grad_enabled()))
+        return segment(x, y * kept, index)
+
+    plain, again = Piece("", run, (x, y, index)), Piece("", run, (x, y, index), recompute=True)
+    outputs, outputs_again = plain.forward(), again.forward()
+    gc.collect()
+    assert made[0][0]() is not None and made[1][0]() is None, "the second keeps no graph"
+    for one, other in zip(outputs, outputs_again, strict=True):
+        assert torch.equal(one, other) and not other.requires_grad
+    for one, other in zip(plain.backward(*GRADS, None), again.backward(*GRADS, None), strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    gc.collect()
+    assert [grad for _, grad in made] == [True, False, True] and made[2][0]() is None
+
+
+def test_what_the_first_run_decided_goes_to_the_second() -> None:
+    """`again` is made once, of the first run's outputs, and stands for the segment in the backward pass."""
+    runs: list[str] = []
+
+    def first(x: Tensor) -> tuple[Tensor, ...]:
+        runs.append("first")
+        return x * 2, torch.tensor([5])
+
+    def again(outputs: tuple[Tensor, ...]) -> Segment:
+        def second(x: Tensor) -> tuple[Tensor, ...]:
+            runs.append(f"second, {int(outputs[1])}")
+            return x * 7, outputs[1]
+
+        return second
+
+    for recompute, expected, factor in ((False, ["first"], 2.0), (True, ["first", "second, 5"], 7.0)):
+        runs.clear()
+        piece = Piece("", first, (randn(2, 3),), recompute, again)
+        assert torch.equal(piece.forward()[0], randn(2, 3) * 2)
+        (grad,) = piece.backward(GRADS[0], None)
+        assert runs == expected and grad is not None and torch.equal(grad, factor * GRADS[0])
+
+
 @dataclass(frozen=True, eq=False)
 class Watched(Transport):
     """Says when each request was launched and when it was waited for."""
@@ -115,3 +161,31 @@ def test_passes_take_turns_behind_each_others_exchanges() -> None:
         *("wait 20", "go on 20"),
         *("wait 11", "go on 11"),
     ]
+
+
+def test_what_the_first_pass_left_is_done_behind_its_own_exchanges() -> None:
+    """In a turn of its own, and once more when that pass has ended; the other pass goes on between."""
+    transport = Watched()
+    events = transport.events
+    drive(transport, steps(1, 2, events), steps(2, 2, events), filler=lambda: events.append("fill"))
+    assert events == [
+        *("launch 10", "launch 20", "fill"),
+        *("wait 20", "go on 20", "launch 21"),
+        *("wait 10", "go on 10", "launch 11"),
+        *("wait 21", "go on 21", "fill"),
+        *("wait 11", "go on 11", "fill"),
+    ]
+
+
+def test_an_observer_sees_launches_and_waits_by_name() -> None:
+    seen: list[tuple[str, Phase]] = []
+
+    def observe(name: str, phase: Phase, run: Callable[[], Any]) -> Any:
+        seen.append((name, phase))
+        return run()
+
+    def ask(name: str) -> Generator[Request, tuple[Tensor, ...], None]:
+        yield AllReduce(torch.zeros(1), make_mesh().dp, name)
+
+    drive(Transport(), ask("a"), ask("b"), observe=observe)
+    assert seen == [("a", "launch"), ("b", "launch"), ("a", "wait"), ("b", "wait")]
