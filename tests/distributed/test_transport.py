@@ -88,7 +88,9 @@ def send_messages() -> list[Record]:
     mesh, transport = make_mesh(pp=2, dp=2), Transport()
     me, peer, data = mesh.pp.index, 1 - mesh.pp.index, mesh.dp.index
     groups = {id(axis.group) for axis in (mesh.pp, mesh.pp_back, mesh.dp, mesh.world)}
-    assert len(groups) == 4, "messages between two ranks keep to groups of their own"
+    along = make_mesh(pp=4)  # one group of all ranks, and still not the world's
+    groups |= {id(along.pp.group), id(along.pp_back.group)}
+    assert len(groups) == 6, "messages between two ranks keep to groups of their own"
     buffers = [torch.full((2, 3), -1.0) for _ in range(3)]
     receives = [transport.launch(Receive(buffer, peer, mesh.back_from(peer))) for buffer in buffers]
     turned = (torch.arange(6.0).view(3, 2) + 10 * mesh.rank).T  # not contiguous: elements still arrive in place

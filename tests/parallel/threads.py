@@ -16,7 +16,7 @@ from pithtrain.parallel.mesh import Axis, groups_of
 from pithtrain.parallel.transport import AllReduce, AllToAll, Counts, Pending, Receive, Request, Send, Transport
 
 Result = TypeVar("Result")
-SECONDS = 20  # for whatever one thread waits for; only a fault waits longer
+SECONDS = 60  # for whatever one thread waits for; only a fault waits longer
 
 
 class Wires:
