@@ -9,7 +9,7 @@ choice and what it counted are those of the first run.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -36,10 +36,15 @@ Recompute = Literal["none", "experts", "layer"]
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What every pass of a rank runs with. recompute: the segments that run again in the backward pass."""
+    """What every pass of a rank runs with. recompute: the segments that run again in the backward pass.
+
+    head: of the head's products, whose weight gradient is known in the forward pass; where it waits, the gradients of
+    all logits wait with it.
+    """
 
     mesh: Mesh
     compute: Compute
+    head: Compute
     recompute: Recompute = "none"
     observe: Observe = unobserved
 
@@ -120,8 +125,8 @@ def forward(stage: Stage, inputs: Inputs, hidden: Tensor | None, setting: Settin
     if head_weight is None:
         return Forwarded(hidden, None, loads, tape)
     (final,) = tape.run("norm", stage.final_norm, hidden)
-    labels, compute = inputs.labels.flatten(), replace(setting.compute, deferred=None)  # logits' gradients are large
-    head = setting.observe("head", "forward", lambda: head_loss(final, head_weight, labels, inputs.scale, compute))
+    labels = inputs.labels.flatten()
+    head = setting.observe("head", "forward", lambda: head_loss(final, head_weight, labels, inputs.scale, setting.head))
     return Forwarded(None, head, loads, tape)
 
 

@@ -220,11 +220,12 @@ class _Work:
         execute(schedule, self, trainee.mesh, trainee.transport, like, trainee.observe)
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Pass[Tensor | None]:
-        trainee, model, compute = self.trainee, self.trainee.stages[stage], self.compute
-        hides = trainee.mesh.ep.size > 1 and self.schedule.pairs(stage, microbatch)  # an exchange behind its products
-        if hides or self.schedule.splits(stage, microbatch):
+        trainee, model, compute, head = self.trainee, self.trainee.stages[stage], self.compute, self.compute
+        if self.schedule.splits(stage, microbatch):
+            compute = head = self.queues[stage, microbatch] = replace(compute, deferred=[])
+        elif trainee.mesh.ep.size > 1 and self.schedule.pairs(stage, microbatch):  # behind its own exchanges
             compute = self.queues[stage, microbatch] = replace(compute, deferred=[])
-        setting = passes.Setting(trainee.mesh, compute, trainee.execution.recompute, trainee.observe)
+        setting = passes.Setting(trainee.mesh, compute, head, trainee.execution.recompute, trainee.observe)
         inputs = self.inputs(microbatch)
         done = yield from passes.forward(model, inputs, hidden, setting)
         if done.head is not None:

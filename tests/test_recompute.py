@@ -42,7 +42,7 @@ def test_a_step_is_the_same_to_the_bit(recompute: passes.Recompute) -> None:
 
 
 def forward(trainee: step.Trainee, scale: float | None = 0.05) -> passes.Forwarded:
-    setting = passes.Setting(trainee.mesh, Compute(), trainee.execution.recompute)
+    setting = passes.Setting(trainee.mesh, Compute(), Compute(), trainee.execution.recompute)
     (choices,), batch = step.learned(trainee, 1, None), new_batch(B, S)
     inputs = passes.Inputs(batch.tokens, batch.labels, None, trainee.tables, choices, scale)
     (done,) = drive(trainee.transport, passes.forward(whole_of(trainee), inputs, None, setting))

@@ -64,7 +64,7 @@ def logits_of(trainee: step.Trainee, batch: Batch) -> Tensor:
     (choices,) = step.learned(trainee, 1, None)
     inputs = passes.Inputs(batch.tokens, batch.labels, None, trainee.tables, choices, None)
     (stage,) = trainee.stages.values()
-    setting, tape = passes.Setting(trainee.mesh, Compute()), passes.Tape(unobserved, keeps=False)
+    setting, tape = passes.Setting(trainee.mesh, Compute(), Compute()), passes.Tape(unobserved, keeps=False)
     ((hidden, _),) = drive(trainee.transport, passes.encode(stage, inputs, None, setting, tape))
     assert stage.head is not None
     logits: Tensor = stage.final_norm(hidden)[0] @ stage.head.value.T
