@@ -28,8 +28,11 @@ def timeline(
     out = out or run / "timeline.json"
     out.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     spans = [event for event in events if event["ph"] == "X"]
-    typer.echo(f"{out}: {len(spans)} spans; open it at https://ui.perfetto.dev\n\nrank  compute  waits  other")
-    for rank in sorted({span["pid"] for span in spans}):
+    ranks = sorted({span["pid"] for span in spans})
+    steps = len({span["name"] for span in spans if span["cat"] == "steps" and span["name"].startswith("step ")})
+    typer.echo(f"{out}: {len(spans)} spans of {len(ranks)} ranks in {steps} steps; open it at https://ui.perfetto.dev")
+    typer.echo("\nrank  compute  waits  other")
+    for rank in ranks:
         own = [span for span in spans if span["pid"] == rank]
         time = max(span["ts"] + span["dur"] for span in own) - min(span["ts"] for span in own)
         compute, waits = (sum(s["dur"] for s in own if s["cat"] == row) / time for row in ("compute", "waits"))
