@@ -27,7 +27,6 @@ from pithtrain.parallel.world import run_world
 from tests.distributed.layouts import ARCH
 
 PRELOAD = ["tests.distributed.test_overlap"]
-LAYERS = 2  # of each stage
 S = 8
 
 
@@ -44,10 +43,10 @@ class Trained(step.Trainee):
         return replace(table, steps=tuple(tuple(a for step in row for a in actions(step)) for row in table.steps))
 
 
-def trained(pp: int, ep: int, transport: Transport, **changes: Any) -> Trained:
+def trained(pp: int, ep: int, layers: int, transport: Transport, **changes: Any) -> Trained:
+    """layers: of each stage, all sparse."""
     execution = step.Execution("dualpipev")
-    layers = 2 * pp * LAYERS
-    arch = replace(ARCH, num_layers=layers, sparse_layers=(True,) * layers)
+    arch = replace(ARCH, num_layers=2 * pp * layers, sparse_layers=(True,) * (2 * pp * layers))
     built = step.build(arch, make_mesh(pp=pp, ep=ep), transport, S, torch.device("cpu"), execution)
     built.shard.initialise(1)
     built.shard.gather()
@@ -98,7 +97,7 @@ def order() -> list[str]:
             del seen[before:]
         return result
 
-    run_step(trained(1, 2, Transport(), observe=observe), 2)
+    run_step(trained(1, 2, 2, Transport(), observe=observe), 2)
     return [line for line in seen if not line.startswith("step ")]
 
 
@@ -111,7 +110,8 @@ def test_the_order_of_a_pair() -> None:
 
 # --- the measurement
 
-UNIT, DELAY, ROUNDS, BOUND = 0.04, 0.02, 7, 0.8  # seconds; the delay is half the least that it can hide behind
+UNIT, DELAY = 0.04, 0.02  # seconds; the delay is half the least that it can hide behind
+LAYERS, ROUNDS, BOUND = 3, 7, 0.8  # what a pair exposes is the counts of its first layer: 1 of 5 x LAYERS exchanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ Figures = dict[tuple[bool, bool], list[float]]  # (apart, delayed) -> seconds of
 def measure(pp: int, ep: int, num_microbatches: int) -> tuple[Figures, int]:
     """The seconds that what pairs do takes, paired or apart, with and without delay; and the exchanges in it."""
     transports = {False: Slow(), True: Slow(seconds=DELAY)}
-    base = trained(pp, ep, transports[False])
+    base = trained(pp, ep, LAYERS, transports[False])
     row = base.schedule(num_microbatches).steps[base.mesh.pp.index]
     names = {str(part) for pair in row if isinstance(pair, Pair) for part in (pair, *actions(pair))}
     figures: Figures = {(apart, delayed): [] for apart in (False, True) for delayed in (False, True)}
