@@ -260,14 +260,21 @@ def test_the_first_failure_is_the_one_recorded(tmp_path: Path) -> None:
 
 
 def test_validation_and_losses_are_equal_on_every_mesh(run: Path) -> None:
-    meshes = {"one": (1, []), "ep2": (2, ["mesh.ep=2"]), "dp2": (2, []), "ep2dp2": (4, ["mesh.ep=2"])}
+    meshes = {
+        "one": (1, []),
+        "ep2": (2, ["mesh.ep=2"]),
+        "dp2": (2, []),
+        "ep2dp2": (4, ["mesh.ep=2"]),
+        "halves": (1, ["batch.num_microbatches=2"]),
+        "halves, pp2": (2, ["batch.num_microbatches=2", "mesh.pp=2"]),
+    }
     found = {}
     for name, (count, options) in meshes.items():
         folder = run.parent / name
         ending = run_ranks(count, run, *options, "train.steps=5", "schedule.kind=constant", f"run.folder={folder}")
         found[name] = [ending.validation_loss, *(record["loss"] for record in steps(folder))]
-    for losses in found.values():
-        assert losses == pytest.approx(found["one"], rel=1e-5)
+    for name, losses in found.items():  # over the global batch, balance counts as far as the micro-batches went
+        assert losses == pytest.approx(found["halves" if name.startswith("halves") else "one"], rel=1e-5)
 
 
 def test_validation_is_the_mean_over_all_held_out_samples(run: Path) -> None:
@@ -368,6 +375,9 @@ def test_dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert held == [parts] * 4 and f"{sum(parts.values()):,} = {parts['values']:,} values" in text
     with pytest.raises(ConfigError, match="needs exactly 4 processes"):
         dry_run(cfg, 3)
+    assert "pipeline       1f1b, 1 micro-batches" in text
+    degraded = load(run, ["pipeline.schedule=dualpipev"])
+    assert "pipeline       dualpipev on 1 ranks is published for 2 micro-batches, not for 1" in dry_run(degraded, 1)
 
 
 def _bytes_held(run: Path, overrides: list[str]) -> dict[str, int]:

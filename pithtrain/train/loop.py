@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def train(plan: Plan, device: torch.device, watch: Watch, local_ranks: range) ->
     watch.peers = {rank: pids[rank] for rank in local_ranks if rank != mesh.rank}
     checkpoints = Checkpoints(plan, trainee.shard, run.optimizer, Ranks(mesh.rank, mesh.world_size, run.agree))
     state, bias = checkpoints.restore()
+    if mesh.rank == 0 and (note := trainee.schedule(plan.cfg.batch.num_microbatches).note):
+        print(f"pipeline: {note}", flush=True)
     with _reporting(plan.cfg, mesh.rank, state.step) as record:
         return _loop(run, checkpoints, record, state, bias)
 
@@ -224,10 +227,14 @@ def _step(
 
 
 def _line(run: Run, state: TrainState, update: Update, lr: float, tokens_per_second: float) -> dict[str, Any]:
-    """A step's line of metrics.jsonl; norms are those before clipping, loads the busiest expert's over the mean."""
-    cfg, found, device, world_size = run.plan.cfg, update.gradients, run.trainee.device, run.trainee.mesh.world_size
+    """Collective. A step's line of metrics.jsonl; norms are those before clipping, loads the busiest expert's over the
+    mean, memory the fullest rank's.
+    """
+    cfg, found, trainee = run.plan.cfg, update.gradients, run.trainee
+    device, world_size = trainee.device, trainee.mesh.world_size
     cost = metrics.flops_per_token(run.plan.arch, cfg.data.sequence_length)
     known = metrics.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = metrics.peak_memory(device.type)
     return {
         "step": state.step,
         "loss": found.loss,
@@ -242,7 +249,7 @@ def _line(run: Run, state: TrainState, update: Update, lr: float, tokens_per_sec
         "expert_load": metrics.expert_load(found.num_tokens_per_expert.tolist()),
         "tokens_per_second": tokens_per_second,
         "mfu": metrics.mfu(tokens_per_second, cost, cfg.run.peak_flops or known, world_size),
-        "peak_memory": metrics.peak_memory(device.type),
+        "peak_memory": max(run.total([peak if rank == trainee.mesh.rank else 0 for rank in range(world_size)])),
     }
 
 
@@ -251,14 +258,15 @@ def _validate(run: Run, bias: Tensor | None) -> float | None:
     cfg, mesh, dataset = run.plan.cfg, run.trainee.mesh, run.plan.validation
     if dataset is None:
         return None
-    size, length = cfg.batch.global_batch_size // cfg.batch.num_microbatches, cfg.data.sequence_length
+    n, length = cfg.batch.num_microbatches, cfg.data.sequence_length
+    size = cfg.batch.global_batch_size // n
     samples = dataset.num_samples(length)
     if cfg.train.eval_batches:
         samples = min(samples, cfg.train.eval_batches * cfg.batch.global_batch_size)
     total = 0.0
     batches = validation_batches(dataset, length, size, samples, mesh.data_rank, mesh.data_ranks)
-    for first, batch in zip(range(0, samples, size), batches, strict=True):
-        total += evaluate(run.trainee, [batch], bias) * min(size, samples - first)
+    for first in range(0, samples, size * n):
+        total += evaluate(run.trainee, list(islice(batches, n)), bias) * min(size * n, samples - first)
         run.trainee.transport.records.clear()
         if not run.agree(not run.watch.stop_signal):
             return None

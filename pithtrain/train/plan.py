@@ -27,6 +27,7 @@ from pithtrain.metrics import flops_per_token, parameter_counts
 from pithtrain.models.architecture import Architecture
 from pithtrain.models.qwen3_moe import load_architecture
 from pithtrain.parallel.mesh import DIMS, Axis, AxisName, Mesh
+from pithtrain.parallel.pipeline.schedule import make_schedule
 from pithtrain.parallel.transport import Transport
 from pithtrain.step import Execution, place
 
@@ -110,9 +111,12 @@ def dry_run(cfg: RunConfig, world_size: int, source: str = "run") -> str:
     plan = make_plan(cfg, source, world_size)
     total, active = parameter_counts(plan.arch)
     parts = bytes_per_rank(plan)
+    laid_out = execution(cfg)
+    schedule = make_schedule(laid_out.schedule, plan.shape.pp, cfg.batch.num_microbatches, laid_out.chunks)
     rows = [
         ("fingerprint", plan.fingerprint),
         ("mesh", f"{world_size} ranks: " + " x ".join(f"{axis} {size}" for axis, size in plan.shape._asdict().items())),
+        ("pipeline", schedule.note or f"{schedule.kind}, {schedule.num_microbatches} micro-batches"),
         ("parameters", f"{total:,} in all, {active:,} active for a token"),
         ("FLOPs a token", f"{flops_per_token(plan.arch, cfg.data.sequence_length):,} forward and backward"),
         ("bytes a rank", f"{sum(parts.values()):,} = " + " + ".join(f"{n:,} {name}" for name, n in parts.items())),

@@ -56,7 +56,7 @@ def processes_of(run: Path) -> dict[int, int]:
 
 def test_sigterm_to_pith_train_saves_and_returns_its_own_code(run: Path) -> None:
     out = run.parent / "out"
-    process = start(run, "train.steps=100000", "train.eval_interval=0")
+    process = start(run, "train.steps=100000", "train.eval_interval=0", "pipeline.schedule=dualpipev")
     wait_for_steps(process, out, 3)
     process.send_signal(signal.SIGTERM)
     said, errors = process.communicate(timeout=60)
@@ -64,6 +64,7 @@ def test_sigterm_to_pith_train_saves_and_returns_its_own_code(run: Path) -> None
     status = json.loads((out / "status.json").read_text())
     assert status["exit_code"] == STOPPED and "SIGTERM" in status["reason"]
     assert "goes on from here" in said
+    assert "pipeline: dualpipev on 1 ranks is published for 2 micro-batches, not for 1" in said
     step = read_metrics(out)[-1]["step"]
     assert (out / f"checkpoints/step-{step:08d}/pith/manifest.json").exists() and status["step"] == step
 
