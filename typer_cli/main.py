@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from typer_cli import bench, data, export, mutants, schedule, spec, timeline, train, verify
+from typer_cli import bench, data, export, mutants, ops, schedule, spec, timeline, train, verify
 
 app = typer.Typer(
     help="Train Mixture-of-Experts language models, and prove that the trainer is right.",
@@ -21,6 +21,7 @@ app.command("verify")(verify.verify)
 app.command("mutants")(mutants.mutants)
 app.command("schedule")(schedule.schedule)
 app.command("timeline")(timeline.timeline)
+app.command("ops")(ops.ops)
 app.command("bench")(bench.bench)
 app.add_typer(spec.app, name="spec")
 

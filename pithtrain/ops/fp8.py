@@ -13,6 +13,7 @@ padded with zeros to a multiple of 128.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,7 @@ E4M3 = torch.float8_e4m3fn
 INF_BITS = 0x7F800000
 
 
-@dataclass(frozen=True, eq=False)
-class Quantised:
+class Quantised(NamedTuple):
     """values [.., R, C] E4M3, C padded; `scales` fp32, to multiply with.
 
     Of activations: scales [C / 128, R], so that a tile's scales lie side by side. Of weights: scales
@@ -90,25 +90,17 @@ def quantise_columns_reference(x: Tensor, blocks: RowBlocks) -> Quantised:
     return quantise_rows_reference(torch.cat([F.pad(part, (0, 0, 0, -len(part) % BLOCK)) for part in parts]).T)
 
 
-def quantise_rows(x: Tensor, blocks: RowBlocks) -> Quantised:
-    """x [M, I], fp32 or bf16, for products that sum over I: values [M, I padded], rows in their order."""
-    if not use_triton(x):
-        return quantise_rows_reference(x)
-    from pithtrain.ops.kernels.fp8 import quantise_triton
-
-    return quantise_triton(x, blocks, columns=False)[0]
-
-
-def quantise(x: Tensor, blocks: RowBlocks) -> tuple[Quantised, Quantised]:
+def quantise(x: Tensor, blocks: RowBlocks, columns: bool = True) -> tuple[Quantised, Quantised]:
     """x [M, I], fp32 or bf16, in one pass for products that sum over I and for those that sum over a group's rows.
 
-    rows: values [M, I padded], 1x128 along I, in their order. columns: values [I, 128 * B], transposed, 128x1 along M.
+    rows: values [M, I padded], 1x128 along I, in their order. columns: values [I, 128 * B], transposed, 128x1 along M,
+    each group padded; without `columns` the second copy is of none of the features.
     """
     if not use_triton(x):
-        return quantise_rows_reference(x), quantise_columns_reference(x, blocks)
+        return quantise_rows_reference(x), quantise_columns_reference(x if columns else x[:, :0], blocks)
     from pithtrain.ops.kernels.fp8 import quantise_triton
 
-    return quantise_triton(x, blocks, columns=True)
+    return quantise_triton(x, blocks, columns)
 
 
 def quantise_weight_reference(weight: Tensor) -> tuple[Quantised, Quantised]:

@@ -18,6 +18,13 @@ INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
+def _load(source, mask):
+    """A tile in fp32, and the bits of its magnitudes."""
+    tile = tl.load(source, mask, 0.0).to(tl.float32)
+    return tile, tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def _scale(largest):
     """Bits of the largest magnitude -> (scale, its inverse)."""
     exponent = tl.maximum(((tl.minimum(largest, INF_BITS) + 0x1FFFFF) >> 23) - 135, -126)
@@ -38,13 +45,14 @@ def quantise_kernel(
     lane = tl.arange(0, SIDE)
     row, feature = (tl.load(table + 3 * block + 1) + lane).to(tl.int64), part * SIDE + lane
     inside, known = lane < count, feature < features
-    tile = tl.load(x + row[:, None] * stride + feature[None, :], inside[:, None] & known[None, :], 0.0).to(tl.float32)
-    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    source, mask = x + row[:, None] * stride + feature[None, :], inside[:, None] & known[None, :]
+    tile, bits = _load(source, mask)
     scale, inverse = _scale(tl.max(bits, 1))
     at = by_row + row[:, None] * (tl.num_programs(1) * SIDE) + feature[None, :]
     tl.store(at, _quantise(tile, bits, inverse[:, None]), inside[:, None])
     tl.store(row_scales + part * num_rows + row, scale, inside)
     if COLUMNS:
+        tile, bits = _load(source, mask)  # from cache: kept in registers it would halve the programs that run at once
         scale, inverse = _scale(tl.max(bits, 0))
         at = by_column + feature.to(tl.int64)[:, None] * (tl.num_programs(0) * SIDE) + (block * SIDE + lane)[None, :]
         tl.store(at, tl.trans(_quantise(tile, bits, inverse[None, :])), known[:, None])
@@ -57,9 +65,8 @@ def quantise_weight_kernel(weight, plain, transposed, scales, outs, ins):
     lane = tl.arange(0, SIDE)
     out, feature = down * SIDE + lane, across * SIDE + lane
     inside, known = out < outs, feature < ins
-    at = weight + (matrix * outs + out)[:, None] * ins + feature[None, :]
-    tile = tl.load(at, inside[:, None] & known[None, :], 0.0).to(tl.float32)
-    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    source = weight + (matrix * outs + out)[:, None] * ins + feature[None, :]
+    tile, bits = _load(source, inside[:, None] & known[None, :])
     scale, inverse = _scale(tl.max(tl.max(bits, 1), 0))
     values = _quantise(tile, bits, inverse)
     at = plain + (matrix * outs + out)[:, None] * (tl.num_programs(2) * SIDE) + feature[None, :]
@@ -70,31 +77,20 @@ def quantise_weight_kernel(weight, plain, transposed, scales, outs, ins):
 
 
 def quantise_triton(x: Tensor, blocks: RowBlocks, columns: bool) -> tuple[Quantised, Quantised]:
-    """`quantise`; without `columns` the second copy is left unwritten and has no rows."""
-    assert x.stride(1) == 1, f"x: got strides {x.stride()}, expected rows that are contiguous"
+    """`quantise`."""
+    assert x.stride(1) == 1, f"x: got strides {x.stride()}, expected contiguous rows"
     (num_rows, features), num_blocks = x.shape, blocks.table.shape[0]
-    width, kept = padded(features), features if columns else 0
-    by_row = Quantised(
-        x.new_empty(num_rows, width, dtype=E4M3), x.new_empty(width // BLOCK, num_rows, dtype=torch.float32)
-    )
-    by_column = Quantised(
-        x.new_empty(kept, num_blocks * BLOCK, dtype=E4M3), x.new_empty(num_blocks, kept, dtype=torch.float32)
-    )
+    width = padded(features)
+    by_row, by_column = _empty(x, num_rows, width), _empty(x, features if columns else 0, num_blocks * BLOCK)
     if num_blocks:
-        quantise_kernel[num_blocks, width // BLOCK](
-            x,
-            blocks.table,
-            by_row.values,
-            by_row.scales,
-            by_column.values,
-            by_column.scales,
-            num_rows,
-            features,
-            x.stride(0),
-            COLUMNS=columns,
-            **QUANTISE,
-        )
+        grid, shape = (num_blocks, width // BLOCK), (num_rows, features, x.stride(0))
+        quantise_kernel[grid](x, blocks.table, *by_row, *by_column, *shape, columns, **QUANTISE)
     return by_row, by_column
+
+
+def _empty(x: Tensor, rows: int, width: int) -> Quantised:
+    values = x.new_empty(rows, width, dtype=E4M3)
+    return Quantised(values, x.new_empty(width // BLOCK, rows, dtype=torch.float32))
 
 
 def quantise_weight_triton(weight: Tensor) -> tuple[Quantised, Quantised]:

@@ -69,27 +69,19 @@ def multiply_mx_kernel(x, x_scales, weight, weight_scales, output, num_rows, out
     tl.store(at, total.to(output.dtype.element_ty), (row < num_rows)[:, None] & (out < outs)[None, :])
 
 
+def _tiles(values: Tensor, rows: int = BLOCK) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(values, [rows, BLOCK])
+
+
 def multiply_triton(x: Quantised, weight: Quantised, blocks: RowBlocks, dtype: torch.dtype) -> Tensor:
     """`multiply`."""
     (num_rows, width), outs = x.values.shape, weight.values.shape[1]
     assert weight.values.shape[2] == width, f"weight: got {weight.values.shape[2]} features, expected x's {width}"
     output = x.scales.new_empty(num_rows, outs, dtype=dtype)
     if num_rows:
-        x_tiles = TensorDescriptor.from_tensor(x.values, [BLOCK, BLOCK])
-        weight_tiles = TensorDescriptor.from_tensor(weight.values.flatten(0, 1), [BLOCK, BLOCK])
-        multiply_kernel[triton.cdiv(outs, BLOCK), blocks.table.shape[0]](
-            x_tiles,
-            x.scales,
-            weight_tiles,
-            weight.scales,
-            blocks.table,
-            output,
-            num_rows,
-            outs,
-            width // BLOCK,
-            *weight.scales.stride(),
-            **MULTIPLY,
-        )
+        grid, shape = (triton.cdiv(outs, BLOCK), blocks.table.shape[0]), (num_rows, outs, width // BLOCK)
+        operands = _tiles(x.values), x.scales, _tiles(weight.values.flatten(0, 1)), weight.scales
+        multiply_kernel[grid](*operands, blocks.table, output, *shape, *weight.scales.stride(), **MULTIPLY)
     return output
 
 
@@ -99,20 +91,16 @@ def add_weight_gradient_triton(buffer: Tensor, grad: Quantised, x: Quantised, bl
     assert buffer.is_contiguous() and buffer.dtype == torch.float32, "buffer: expected contiguous fp32"
     if grad.values.shape[1]:
         tile = ADD_WEIGHT_GRADIENT["TILE"]
-        grads = TensorDescriptor.from_tensor(grad.values, [BLOCK, BLOCK])
-        xs = TensorDescriptor.from_tensor(x.values, [tile, BLOCK])
-        add_weight_gradient_kernel[triton.cdiv(ins, tile), triton.cdiv(outs, BLOCK), size](
-            grads, grad.scales, xs, x.scales, blocks.ends, buffer, outs, ins, **ADD_WEIGHT_GRADIENT
-        )
+        grid = triton.cdiv(ins, tile), triton.cdiv(outs, BLOCK), size
+        operands = _tiles(grad.values), grad.scales, _tiles(x.values, tile), x.scales
+        add_weight_gradient_kernel[grid](*operands, blocks.ends, buffer, outs, ins, **ADD_WEIGHT_GRADIENT)
 
 
-def multiply_mx_triton(
-    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """x [M, I] E4M3 with scales [M, I / 32] uint8 (E8M0) times weight [O, I] transposed: [M, O]. I is whole blocks."""
-    output = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
-    tiles = [TensorDescriptor.from_tensor(operand, [BLOCK, BLOCK]) for operand in (x, weight)]
-    multiply_mx_kernel[triton.cdiv(weight.shape[0], BLOCK), triton.cdiv(x.shape[0], BLOCK)](
-        tiles[0], x_scales, tiles[1], weight_scales, output, *output.shape, x.shape[1] // BLOCK, **MULTIPLY_MX
-    )
+def multiply_mx_triton(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+    """x [M, I] times weight [O, I] transposed: [M, O]. Scales [M or O, I / 32] are uint8 (E8M0), I whole blocks."""
+    (num_rows, width), outs = x.values.shape, weight.values.shape[0]
+    output = x.values.new_empty(num_rows, outs, dtype=dtype)
+    grid, shape = (triton.cdiv(outs, BLOCK), triton.cdiv(num_rows, BLOCK)), (num_rows, outs, width // BLOCK)
+    operands = _tiles(x.values), x.scales, _tiles(weight.values), weight.scales
+    multiply_mx_kernel[grid](*operands, output, *shape, **MULTIPLY_MX)
     return output

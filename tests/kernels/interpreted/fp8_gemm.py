@@ -72,7 +72,7 @@ def test_the_public_functions_choose_the_kernels(monkeypatch: pytest.MonkeyPatch
     def run() -> list[torch.Tensor]:
         rows, columns = fp8.quantise(x, blocks)
         copy, transposed = fp8.quantise_weight(weight)
-        output = fp8_gemm.multiply(fp8.quantise_rows(x, blocks), copy, blocks, torch.bfloat16)
+        output = fp8_gemm.multiply(fp8.quantise(x, blocks, columns=False)[0], copy, blocks, torch.bfloat16)
         grads = fp8.quantise(output.float(), blocks)
         buffer = torch.zeros(2, 24, 40)
         fp8_gemm.add_weight_gradient(buffer, grads[1], columns, blocks)
@@ -99,7 +99,7 @@ def test_mxfp8() -> None:
         return values.double() * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
 
     a, b = wide(x, x_scales), wide(weight, weight_scales)
-    got = multiply_mx_triton(x, x_scales, weight, weight_scales, torch.float32)
+    got = multiply_mx_triton(Quantised(x, x_scales), Quantised(weight, weight_scales), torch.float32)
     within_bound(got, a @ b.T, a.abs() @ b.abs().T, 256)
 
 

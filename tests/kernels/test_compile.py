@@ -1,0 +1,63 @@
+"""Every launch compiles for Hopper and Blackwell as it is launched: no spills, no stack, the instructions it is for."""
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+from typer.testing import CliRunner
+
+from pithtrain.ops.kernels import fp8, fp8_gemm, use_triton
+from spec.kernels import OPERATORS, SHARED_LIMIT, Operator, Shape, compile_operator, roofline
+from typer_cli.main import app
+
+CACHE = Path(__file__).resolve().parents[2] / "runs" / "kernels"
+LAUNCHES = [(operator, target) for operator in OPERATORS for target in operator.instructions]
+PRODUCT = next(operator for operator in OPERATORS if operator.kernel is fp8_gemm.multiply_kernel)
+
+
+@pytest.mark.parametrize("operator,target", LAUNCHES, ids=lambda part: getattr(part, "name", part))
+def test_launches_compile_without_spills(operator: Operator, target: int) -> None:
+    used = compile_operator(operator, target, CACHE)
+    assert (used.stack, used.spills) == (0, 0), used
+    assert 0 < used.registers < 255 and used.shared <= SHARED_LIMIT, used
+    assert used.instructions == operator.instructions[target]
+
+
+def test_a_launch_that_spills_is_seen() -> None:
+    """Half the warps hold twice the sums."""
+    fewer = dataclasses.replace(PRODUCT, launch={**PRODUCT.launch, "num_warps": 4})
+    used = compile_operator(fewer, 90, CACHE)
+    assert used.stack > 0 and used.spills > 0, used
+
+
+@pytest.mark.parametrize("module", [fp8, fp8_gemm], ids=lambda module: module.__name__)
+def test_every_kernel_is_an_operator(module: ModuleType) -> None:
+    here = {name for name, item in vars(module).items() if isinstance(item, JITFunction) and name.endswith("_kernel")}
+    listed = {row.kernel.__name__ for row in OPERATORS if row.kernel.__module__ == module.__name__}
+    assert here == listed and here
+
+
+def test_tensors_on_the_cpu_go_to_the_reference() -> None:
+    assert not use_triton(torch.empty(1))
+
+
+def test_roofline_by_hand() -> None:
+    """4 tokens x 2 experts each, 256 features to 2 x 128: 8 x 256 x 256 multiply-adds; bytes decide here."""
+    shape = Shape(tokens=4, hidden=256, expert_hidden=128, experts=2, top_k=2)
+    flops, moved = PRODUCT.cost(shape)
+    assert flops == 2 * 8 * 256 * 256
+    assert moved == 8 * 256 + 2 * 256 * 256 + 2 * 8 * 256
+    assert roofline(PRODUCT, shape, "H100") == pytest.approx(moved / 3.35e12)
+    large = Shape(tokens=2**16, hidden=4096, expert_hidden=2048, experts=2, top_k=2)
+    assert roofline(PRODUCT, large, "H200") == pytest.approx(2 * 2**17 * 4096 * 4096 / 1978e12)
+
+
+def test_pith_ops_shows_every_operator() -> None:
+    result = CliRunner().invoke(app, ["ops", "--tokens", "1024"], env={"COLUMNS": "120"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    for operator in OPERATORS:
+        assert result.output.count(operator.name) >= 2 + len(operator.instructions), operator.name
+    assert "computed, not measured" in result.output and "tcgen05 f8f6f4, TMA" in result.output
