@@ -16,7 +16,7 @@ from pithtrain.optim import LearningRate
 from pithtrain.step import Execution
 
 STEPS = 50
-LAYOUT_STEPS = 8  # of a trace that layouts are compared with
+LAYOUT_STEPS = 5  # of a trace that layouts are compared with
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ CASES = (
         layouts=(
             Layout(ep=4, num_microbatches=2),
             Layout(dp=2, num_microbatches=2),
-            Layout(dp=2, ep=2, num_microbatches=2, resumes_after=4),
+            Layout(dp=2, ep=2, num_microbatches=2, resumes_after=3),
             Layout(pp=2, ep=2, num_microbatches=2, execution=Execution(recompute="experts")),
         ),
         bias_rate=0.002,
@@ -191,7 +191,7 @@ CASES = (
                 pp=4,
                 num_microbatches=8,
                 execution=Execution("dualpipev"),
-                resumes_after=4,
+                resumes_after=3,
                 resumes_as=Layout(pp=2, ep=2, execution=Execution("zbv"), num_microbatches=2),
             ),
             Layout(pp=2, ep=2, num_microbatches=4, execution=Execution("dualpipev", recompute="experts")),

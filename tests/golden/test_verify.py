@@ -52,8 +52,8 @@ def with_step(at: int, **fields: Any) -> Change:
 
 
 ONE_RANK_DIFFERS = but((BASE, BASE.one_rank), with_step(41, grad_norm=2.0))
-MESH_DIFFERS = but((BASE, MESH), with_step(7, loss=1.0))
-MESH_LATER = but((BASE, MESH), with_step(8, loss=1.0))
+MESH_DIFFERS = but((BASE, MESH), with_step(4, loss=1.0))
+MESH_LATER = but((BASE, MESH), with_step(5, loss=1.0))
 MESH_COST = but((BASE, MESH), lambda found: replace(found, costs=replace(found.costs, collectives={})))
 MESH_FAILS = but((BASE, MESH), lambda found: "rank 1: ValueError: planted")
 
@@ -63,7 +63,7 @@ MESH_FAILS = but((BASE, MESH), lambda found: "rank 1: ValueError: planted")
     [
         (faithful, 0, "layouts checked"),
         (ONE_RANK_DIFFERS, 1, "base, 1 rank, n=1: first of 1 differing: step 41, grad_norm"),
-        (MESH_DIFFERS, 1, "base, EP2 x DP2, n=1: .*first of 1 differing: step 7, loss"),
+        (MESH_DIFFERS, 1, "base, EP2 x DP2, n=1: .*first of 1 differing: step 4, loss"),
         (MESH_LATER, 0, "same"),
         (MESH_COST, 1, "base, EP2 x DP2, n=1: .*first of 1 differing: collectives"),
         (MESH_FAILS, 2, "base, EP2 x DP2, n=1: rank 1: ValueError: planted"),
