@@ -2,19 +2,29 @@
 
 import dataclasses
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 from typer.testing import CliRunner
 
+from pithtrain.ops.fp8 import Quantised, RowBlocks, quantise, quantise_weight
 from pithtrain.ops.kernels import fp8, fp8_gemm, use_triton
 from spec.kernels import OPERATORS, SHARED_LIMIT, Operator, Shape, compile_operator, roofline
 from typer_cli.main import app
 
 CACHE = Path(__file__).resolve().parents[2] / "runs" / "kernels"
 LAUNCHES = [(operator, target) for operator in OPERATORS for target in operator.instructions]
+NAMES = {
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
 PRODUCT = next(operator for operator in OPERATORS if operator.kernel is fp8_gemm.multiply_kernel)
 
 
@@ -33,6 +43,41 @@ def test_a_launch_that_spills_is_seen() -> None:
     assert used.stack > 0 and used.spills > 0, used
 
 
+def type_of(argument: object) -> str:
+    """As Triton writes an argument's type."""
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<fp8e4nv[{','.join(map(str, argument.block_shape))}]>"
+    return "*" + NAMES[argument.dtype] if isinstance(argument, torch.Tensor) else "i32"
+
+
+def test_launches_are_those_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launchers hand to Triton, in bf16: types, constants and parameters are those of OPERATORS."""
+    seen = {}
+
+    def note(kernel: JITFunction, *arguments: object, grid: object, warmup: bool, **options: int) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        types = {name: type_of(value) for name, value in given.items() if not isinstance(value, bool)}
+        constants = {name: value for name, value in given.items() if isinstance(value, bool)}
+        seen[kernel.__name__, *constants.values()] = (types, constants, options)
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    blocks = RowBlocks.of((3, 130), torch.device("cpu"))
+    x, weight = torch.randn(133, 64).bfloat16(), torch.randn(2, 32, 64).bfloat16()
+    rows, columns = quantise(x, blocks)
+    copy, _ = quantise_weight(weight)
+    fp8.quantise_triton(x, blocks, columns=False)
+    fp8.quantise_triton(x, blocks, columns=True)
+    fp8.quantise_weight_triton(weight)
+    fp8_gemm.multiply_triton(rows, copy, blocks, torch.bfloat16)
+    fp8_gemm.add_weight_gradient_triton(torch.zeros(2, 64, 64), columns, columns, blocks)
+    mx = Quantised(rows.values, torch.ones(133, 4, dtype=torch.uint8))
+    fp8_gemm.multiply_mx_triton(mx, mx, torch.bfloat16)
+    for operator in OPERATORS:
+        launch = seen.pop((operator.kernel.__name__, *operator.constants.values()))
+        assert launch == (operator.types, operator.constants, operator.launch), operator.name
+    assert not seen
+
+
 @pytest.mark.parametrize("module", [fp8, fp8_gemm], ids=lambda module: module.__name__)
 def test_every_kernel_is_an_operator(module: ModuleType) -> None:
     here = {name for name, item in vars(module).items() if isinstance(item, JITFunction) and name.endswith("_kernel")}
@@ -40,8 +85,9 @@ def test_every_kernel_is_an_operator(module: ModuleType) -> None:
     assert here == listed and here
 
 
-def test_tensors_on_the_cpu_go_to_the_reference() -> None:
-    assert not use_triton(torch.empty(1))
+def test_only_tensors_on_a_gpu_go_to_the_kernels() -> None:
+    on_gpu = cast("torch.Tensor", SimpleNamespace(is_cuda=True))
+    assert use_triton(on_gpu) and not use_triton(torch.empty(1))
 
 
 def test_roofline_by_hand() -> None:

@@ -13,6 +13,7 @@ from pithtrain.ops.fp8 import (
 )
 from pithtrain.ops.kernels.fp8 import quantise_triton, quantise_weight_triton
 from tests.agreement import randn
+from tests.ops.test_fp8 import as_fp32, patterns
 
 CPU = torch.device("cpu")
 
@@ -63,3 +64,18 @@ def test_weights(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     weight = weight.view(shape).to(dtype)
     for got, expected in zip(quantise_weight_triton(weight), quantise_weight_reference(weight), strict=True):
         assert_same(got, expected)
+
+
+def test_every_scale() -> None:
+    """A block for each of the patterns that the reference's scale is held against exact arithmetic with."""
+    x = torch.zeros(len(patterns()), 128)
+    x[:, 5], x[:, 77] = as_fp32(patterns()), 1.0
+    blocks = RowBlocks.of((len(x),), CPU)
+    assert_same(quantise_triton(x, blocks, columns=False)[0], quantise_rows_reference(x))
+
+
+def test_a_block_writes_its_own_rows_only() -> None:
+    """So the last to write does not hide another's mistake: blocks run from the last to the first."""
+    blocks, x = RowBlocks.of((3, 129, 5), CPU), randn(137, 40)
+    turned = RowBlocks(blocks.sizes, blocks.table.flip(0), blocks.ends)
+    assert_same(quantise_triton(x, turned, columns=False)[0], quantise_rows_reference(x))

@@ -17,7 +17,7 @@ SIZES = [(0, 3, 129, 0), (1,), (0, 0), (200,)]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_products(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    outs, ins, blocks = 20, 260, RowBlocks.of(sizes, CPU)
+    outs, ins, blocks = 140, 260, RowBlocks.of(sizes, CPU)
     x, grad = integers(sum(sizes), ins, seed=1), integers(sum(sizes), outs, seed=2)
     (x8, x_columns), (grad8, grad_columns) = quantise(x, blocks), quantise(grad, blocks)
     copy, transposed = quantise_weight(integers(len(sizes), outs, ins, seed=3))
@@ -29,6 +29,15 @@ def test_exact_products(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     add_weight_gradient_triton(got, grad_columns, x_columns, blocks)
     add_weight_gradient_reference(expected, grad_columns, x_columns, blocks)
     assert torch.equal(got, expected)
+
+
+def test_a_block_writes_its_own_rows_only() -> None:
+    """So the last to write does not hide another's mistake: blocks run from the last to the first."""
+    blocks = RowBlocks.of((3, 129, 5), CPU)
+    turned = RowBlocks(blocks.sizes, blocks.table.flip(0), blocks.ends)
+    x, weight = quantise(integers(137, 40, seed=1), blocks)[0], quantise_weight(integers(3, 24, 40, seed=2))[0]
+    expected = multiply_reference(x, weight, blocks, torch.float32)
+    assert torch.equal(multiply_triton(x, weight, turned, torch.float32), expected)
 
 
 def test_other_products_are_within_the_bound() -> None:
