@@ -172,12 +172,12 @@ def _resources(compiled: Any) -> Resources:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = _tool(triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
-        code = _tool(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, f"cuobjdump said nothing about registers: {usage}"
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found, f"cuobjdump said nothing about registers: {usage}"
+        registers, stack = int(found[1]), int(found[2])
+        code = _tool(triton.knobs.nvidia.nvdisasm.path, "-c", file.name) if stack else ""  # spills lie on the stack
     held = tuple(name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
-    return Resources(int(found[1]), int(found[2]), spills, compiled.metadata.shared, held)
+    return Resources(registers, stack, len(re.findall(r"\b(?:LDL|STL)\b", code)), compiled.metadata.shared, held)
 
 
 def _tool(*command: str) -> str:

@@ -86,8 +86,9 @@ def quantise_rows_reference(x: Tensor) -> Quantised:
 
 def quantise_columns_reference(x: Tensor, blocks: RowBlocks) -> Quantised:
     """x [M, I] transposed, in blocks of 128 rows of one group: values [I, 128 * B]."""
-    parts = x.split(blocks.sizes)
-    return quantise_rows_reference(torch.cat([F.pad(part, (0, 0, 0, -len(part) % BLOCK)) for part in parts]).T)
+    rows = torch.cat([F.pad(part, (0, 0, 0, -len(part) % BLOCK)) for part in x.split(blocks.sizes)])
+    values, scales = quantise_reference(rows.unflatten(0, (len(rows) // BLOCK, BLOCK)), (1,))
+    return Quantised(values.flatten(0, 1).T.contiguous(), scales.squeeze(1))
 
 
 def quantise(x: Tensor, blocks: RowBlocks, columns: bool = True) -> tuple[Quantised, Quantised]:
