@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from pithtrain.parallel.pipeline.simulate import Costs, Simulation
+    from spec.simulate import Costs, Simulation
 
 KIND = typer.Argument(metavar="KIND", help="1f1b, interleaved, zbv or dualpipev; or compare: all of them in one table.")
 PP = typer.Option("--pp", metavar="N", min=1, show_default="4; compare: 4, 8", help="Ranks of the pipeline.")
@@ -60,7 +60,7 @@ def schedule(
     from typing import get_args
 
     from pithtrain.parallel.pipeline.schedule import ScheduleKind, make_schedule
-    from pithtrain.parallel.pipeline.simulate import Costs, simulate
+    from spec.simulate import Costs, simulate
 
     kinds = (*get_args(ScheduleKind), "compare")
     if kind not in kinds:
@@ -107,7 +107,7 @@ def _show(draw: "Callable[[int], Sequence[RenderableType]]", kind: str, svg: Pat
 
 def _per_stage(costs: "Costs", num_chunks: int) -> "Costs":
     """A stage is one of its rank's `num_chunks` equal parts."""
-    from pithtrain.parallel.pipeline.simulate import Costs
+    from spec.simulate import Costs
 
     whole = (costs.forward, costs.input_grad, costs.weight_grad, costs.exchange)
     forward, input_grad, weight_grad, exchange = (cast(float, cost) / num_chunks for cost in whole)
@@ -177,7 +177,7 @@ def _comparison(ranks: tuple[int, ...], microbatches: tuple[int, ...], chunks: i
     from rich.table import Table
 
     from pithtrain.parallel.pipeline.schedule import ScheduleKind, make_schedule
-    from pithtrain.parallel.pipeline.simulate import simulate
+    from spec.simulate import simulate
 
     table = Table(
         box=SIMPLE,

@@ -31,9 +31,9 @@ from pithtrain.parallel.pipeline.schedule import (
     make_schedule,
     outgoing,
 )
-from pithtrain.parallel.pipeline.simulate import simulate
 from pithtrain.parallel.tape import Pass, Phase, Piece
 from pithtrain.parallel.transport import AllReduce, Receive, Request, Send, Transport
+from spec.simulate import simulate
 from tests.parallel.meshes import mesh_of
 from tests.parallel.threads import Wired, Wires, run_threads
 from tests.whole_model import ARCH, new_batch, split

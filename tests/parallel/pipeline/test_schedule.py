@@ -21,7 +21,7 @@ from pithtrain.parallel.pipeline.schedule import (
     outgoing,
     stage_ranks,
 )
-from pithtrain.parallel.pipeline.simulate import simulate
+from spec.simulate import simulate
 
 CASES: list[tuple[ScheduleKind, int]] = [
     ("1f1b", 1),

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from pithtrain.parallel.pipeline.schedule import Action, Pair, Schedule, ScheduleKind, Step, make_schedule
-from pithtrain.parallel.pipeline.simulate import Costs, Simulation, simulate
+from spec.simulate import Costs, Simulation, simulate
 
 MANY = [(ranks, n) for ranks in (1, 2, 3, 4, 8) for n in (2 * ranks, 2 * ranks + 3, 4 * ranks)]
 
