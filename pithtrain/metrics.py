@@ -4,8 +4,6 @@ A record is a plain dict with "step". The display reads, where they are there: l
 tokens_per_second, validation_loss. Nothing here reads a device value: numbers come in as Python numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -15,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,15 +24,8 @@ METRICS_NAME = "metrics.jsonl"
 
 Record = Mapping[str, Any]
 
-# Dense bf16 FLOP/s of one device, from NVIDIA's data sheets; the first name that the device's own holds counts.
-PEAK_FLOPS = (
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("B200", 2250e12),
-)
+# Dense bf16 TFLOP/s of one device, from NVIDIA's data sheets; the first name that the device's own holds counts.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "B200": 2250}
 
 
 class MetricsWriter:
@@ -90,23 +81,21 @@ def _line(record: Record) -> str:
 
 
 class Display:
-    """Shows a run while it goes, on the one rank that has it: a live line on a terminal, else plain lines.
+    """Shows a run while it goes: a live line on a terminal, else plain lines. Use as a context.
 
-    Use as a context. A plain line is printed for the first step, every `every` steps, the last step and each
-    validation.
+    A plain line is printed for the first step, every `every` steps, the last step and each validation.
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, every: int = 10, console: Console | None = None) -> None:
         self._total, self._start, self._every = total_steps, start_step, every
-        self._console = console or Console(file=sys.stdout)
-        self._validation = ""
+        self._console = console or Console()
+        self._validation, self._began = "", time.monotonic()
         bar, left = BarColumn(bar_width=20), TimeRemainingColumn()
         columns = (TextColumn("step"), MofNCompleteColumn(), bar, TextColumn("{task.description}"), "ETA", left)
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("", total=total_steps, completed=start_step)
 
-    def __enter__(self) -> Display:
-        self._began = time.monotonic()
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -115,19 +104,14 @@ class Display:
 
     def update(self, record: Record) -> None:
         """Shows one record: a step's, or a validation's (which has "validation_loss")."""
-        step, is_validation = record["step"], "validation_loss" in record
-        if is_validation:
-            self._validation = f"validation {record['validation_loss']:.4f}"
+        step, is_validation, shown = record["step"], "validation_loss" in record, _shown(record)
         if not self._console.is_terminal:
             if is_validation or step in (self._start + 1, self._total) or step % self._every == 0:
-                shown = self._validation if is_validation else _shown(record)
-                self.say(f"step {step}/{self._total}  {shown}{self._eta(step)}")
-        elif not is_validation:
-            self._progress.update(self._task, completed=step, description=f"{_shown(record)}  {self._validation}")
-
-    def say(self, message: str) -> None:
-        """Prints a line of its own, above the live one."""
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+                print(f"step {step}/{self._total}  {shown}{self._eta(step)}", file=self._console.file, flush=True)
+        elif is_validation:
+            self._validation = shown
+        else:
+            self._progress.update(self._task, completed=step, description=f"{shown}  {self._validation}")
 
     def _eta(self, step: int) -> str:
         if not self._start < step < self._total:
@@ -137,12 +121,13 @@ class Display:
 
 
 def _shown(record: Record) -> str:
-    """A step's main numbers, those that are there, as one line."""
+    """A record's main numbers, those that are there, as one line."""
     formats = {
         "loss": "loss {:.4f}",
         "grad_norm": "grad {:.3f}",
         "learning_rate": "lr {:.2e}",
         "tokens_per_second": "{:,.0f} tokens/s",
+        "validation_loss": "validation {:.4f}",
     }
     return "  ".join(form.format(record[name]) for name, form in formats.items() if record.get(name) is not None)
 
@@ -158,11 +143,10 @@ def parameter_counts(arch: Architecture) -> tuple[int, int]:
 def flops_per_token(arch: Architecture, sequence_length: int) -> int:
     """FLOPs of forward and backward for one token of a sequence of S tokens; recomputation does not count.
 
-    6 x (active parameters - embedding) + 6 x layers x S x heads x head_dim. Each parameter in a product costs 2
-    forward and 4 backward; a tied head is a product, so the embedding stays in there. A causal token attends to
-    S / 2 others on average, in two products (Chowdhery et al., PaLM, appendix B, whose 12 x layers x heads x
-    head_dim x S counts the masked half as well). Norms count with the parameters; softmax, rotary and routing
-    arithmetic do not.
+    A parameter in a product costs 2 forward and 4 backward; a tied head is a product, so the embedding stays in there.
+    A causal token attends to S / 2 others on average, in two products (Chowdhery et al., PaLM, appendix B, whose
+    12 x layers x heads x head_dim x S counts the masked half too). Norms' weights count as if they were in products;
+    softmax, rotary and routing arithmetic do not count.
     """
     _, active = parameter_counts(arch)
     lookup = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.hidden_size
@@ -172,7 +156,7 @@ def flops_per_token(arch: Architecture, sequence_length: int) -> int:
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device by the name that its driver gives; None where the table has no such device."""
-    return next((flops for name, flops in PEAK_FLOPS if name in device_name), None)
+    return next((1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None, num_devices: int) -> float | None:

@@ -107,7 +107,6 @@ def show(is_terminal: bool, records: list[dict[str, float]], total: int = 100, s
     with Display(total, start, every=10, console=console) as display:
         for record in records:
             display.update(record)
-        display.say("[saved] checkpoint")
     return out.getvalue()
 
 
@@ -115,13 +114,10 @@ def test_plain_lines_come_every_few_steps() -> None:
     records = [{"step": step, **STEP} for step in range(41, 101)]
     records.insert(25, {"step": 65, "validation_loss": 2.125})
     shown = show(False, records, start=40).splitlines()
-    assert [line.split("  ")[0] for line in shown] == [
-        *(f"step {n}/100" for n in (41, 50, 60, 65, 70, 80, 90, 100)),
-        "[saved] checkpoint",
-    ]
+    assert [line.split("  ")[0] for line in shown] == [f"step {n}/100" for n in (41, 50, 60, 65, 70, 80, 90, 100)]
     assert shown[0].startswith("step 41/100  loss 2.5000  grad 0.750  lr 3.00e-04  12,346 tokens/s  ETA 0:00:0")
     assert "validation 2.1250" in shown[3] and "validation" not in shown[4]
-    assert "ETA" not in shown[-2]
+    assert "ETA" not in shown[-1]
 
 
 def test_the_live_line_keeps_the_last_validation() -> None:
@@ -129,7 +125,6 @@ def test_the_live_line_keeps_the_last_validation() -> None:
     last = shown[shown.rindex("step") :]
     for part in ("2/100", "loss 2.5000", "grad 0.750", "12,346 tokens/s", "validation 2.1250", "ETA"):
         assert part in last
-    assert "[saved] checkpoint" in shown
 
 
 def test_a_non_finite_or_missing_number_is_shown_not_raised() -> None:
