@@ -20,7 +20,7 @@ from pithtrain.layers.router import Balanced, Choice, Learned
 from pithtrain.models.architecture import Architecture, parameter_specs, split_layers, stage_specs
 from pithtrain.models.decoder import Stage, build_stage
 from pithtrain.ops.host import read_floats, read_ints, to_host
-from pithtrain.ops.linear import Compute
+from pithtrain.ops.linear import Compute, Precision, dtype_of
 from pithtrain.ops.rope import rope_tables
 from pithtrain.optim import Optimizer, clip, updated_bias
 from pithtrain.parallel.mesh import Mesh
@@ -59,6 +59,7 @@ class Trainee:
     transport: Transport
     tables: tuple[Tensor, Tensor]
     execution: Execution
+    precision: Precision = "fp32"
     observe: Observe = unobserved
 
     @property
@@ -82,20 +83,26 @@ def build(
     sequence_length: int,
     device: torch.device,
     execution: Execution | None = None,
+    precision: Precision = "fp32",
 ) -> Trainee:
     """The stages of this rank, values zero: fill them by `trainee.shard.initialise` or from a checkpoint."""
     execution = execution or Execution()
-    layers, shard = place(arch, mesh, transport, device, execution)
+    layers, shard = place(arch, mesh, transport, device, execution, dtype_of(precision))
     weights, local = shard.weights(), arch.num_experts // mesh.ep.size
     stages = {stage: build_stage(arch, weights, layers[stage], local) for stage in layers}
     tables = rope_tables(sequence_length, arch.head_dim, arch.rope_theta, device)
-    trainee = Trainee(arch, stages, shard, mesh, transport, tables, execution)
+    trainee = Trainee(arch, stages, shard, mesh, transport, tables, execution, precision)
     connect(trainee.schedule(1).rank_of, mesh, device)
     return trainee
 
 
 def place(
-    arch: Architecture, mesh: Mesh, transport: Transport, device: torch.device, execution: Execution
+    arch: Architecture,
+    mesh: Mesh,
+    transport: Transport,
+    device: torch.device,
+    execution: Execution,
+    dtype: torch.dtype,
 ) -> tuple[dict[int, range], Shard]:
     """The layers of each stage of this rank, and storage for their parameters."""
     rank_of = make_schedule(execution.schedule, mesh.pp.size, 1, execution.chunks).rank_of
@@ -104,7 +111,7 @@ def place(
     held = {spec.name for stage in layers.values() for spec in stage_specs(arch, stage)}
     lent = arch.tie_word_embeddings and rank_of[0] != rank_of[-1]
     loan = Loan("embedding", owner=rank_of[0], borrower=rank_of[-1]) if lent else None
-    return layers, Shard.create(parameter_specs(arch), mesh, transport, device, held, loan)
+    return layers, Shard.create(parameter_specs(arch), mesh, transport, device, held, loan, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +223,8 @@ class _Work:
         trainee, batch = self.trainee, self.batches[0]
         assert all(other.tokens.shape == batch.tokens.shape for other in self.batches), "micro-batches of one shape"
         self.schedule = schedule
-        like = torch.empty(*batch.tokens.shape, trainee.arch.hidden_size, device=trainee.device)
+        shape = *batch.tokens.shape, trainee.arch.hidden_size
+        like = torch.empty(shape, dtype=dtype_of(trainee.precision), device=trainee.device)
         execute(schedule, self, trainee.mesh, trainee.transport, like, trainee.observe)
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Pass[Tensor | None]:
@@ -352,7 +360,7 @@ def train_step(
     fp32, None without bias balancing. choices: learned routing where not given.
     """
     choices = learned(trainee, len(batches), expert_bias) if choices is None else choices
-    result = gradients(trainee, batches, objective, choices, compute or Compute())
+    result = gradients(trainee, batches, objective, choices, compute or Compute(trainee.precision))
     if not result.finite:
         return Update(result, applied=False, expert_bias=expert_bias)
     if clip_norm is not None:
@@ -367,7 +375,8 @@ def train_step(
 
 def evaluate(trainee: Trainee, batches: Sequence[Batch], expert_bias: Tensor | None = None) -> float:
     """The token-mean loss, in nats, of every rank's batches together, without gradients. Batches have one shape."""
-    work = _Work(trainee, batches, learned(trainee, len(batches), expert_bias), Compute(), Objective(), None)
+    choices = learned(trainee, len(batches), expert_bias)
+    work = _Work(trainee, batches, choices, Compute(trainee.precision), Objective(), None)
     work.execute(trainee.schedule(len(batches)).forwards())
     loss = sum((loss.double() for loss in work.losses), torch.zeros((), dtype=torch.float64, device=trainee.device))
     labels = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches) if work.losses else 0

@@ -117,8 +117,9 @@ class TrainConfig(Section):
     """Optimizer steps of the whole run."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights and of the order of the data."""
-    precision: Literal["fp32"] = "fp32"
-    """Arithmetic of the products."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """Arithmetic; masters, sums, router and norms are fp32. auto: bf16 on CUDA, fp32 on CPU. fp8: bf16, with the
+    products of attention, MLP and experts in blocks of E4M3."""
     recompute: Literal["none", "experts", "layer"] = "none"
     """Activations computed again in the backward pass instead of kept: the experts', or all within a layer."""
     routing: Literal["learned", "balanced"] = "learned"

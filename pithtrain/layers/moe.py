@@ -60,6 +60,6 @@ class LocalExperts:
         sizes: copies each local expert gets (host ints).
         """
         permutation = plan(expert_ids, self.num_local_experts, sum(sizes))
-        groups = Groups.of(sizes, x.device)
+        groups = Groups.of(sizes, x.device, compute)
         copies = self.experts(permute(x, permutation), groups, compute)
         return weighted_unpermute(copies, weights, permutation)

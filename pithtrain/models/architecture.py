@@ -36,12 +36,12 @@ def layer_specs(arch: Architecture, layer: int) -> list[ParameterSpec]:
     hidden, head_dim = arch.hidden_size, arch.head_dim
     query, key = arch.num_attention_heads * head_dim, arch.num_key_value_heads * head_dim
     specs = [
-        ParameterSpec(at + "attention_norm", (hidden,), decay=False),
+        ParameterSpec(at + "attention_norm", (hidden,), decay=False, fp32=True),
         ParameterSpec(at + "attention.qkv", (query + 2 * key, hidden), std=std),
-        ParameterSpec(at + "attention.q_norm", (head_dim,), decay=False),
-        ParameterSpec(at + "attention.k_norm", (head_dim,), decay=False),
+        ParameterSpec(at + "attention.q_norm", (head_dim,), decay=False, fp32=True),
+        ParameterSpec(at + "attention.k_norm", (head_dim,), decay=False, fp32=True),
         ParameterSpec(at + "attention.o", (hidden, query), std=std),
-        ParameterSpec(at + "mlp_norm", (hidden,), decay=False),
+        ParameterSpec(at + "mlp_norm", (hidden,), decay=False, fp32=True),
     ]
     if not arch.sparse_layers[layer]:
         wide = arch.intermediate_size
@@ -53,7 +53,7 @@ def layer_specs(arch: Architecture, layer: int) -> list[ParameterSpec]:
     experts, wide = arch.num_experts, arch.moe_intermediate_size
     return [
         *specs,
-        ParameterSpec(at + "router", (experts, hidden), std=std),
+        ParameterSpec(at + "router", (experts, hidden), std=std, fp32=True),
         ParameterSpec(at + "experts.gate_up", (experts, 2 * wide, hidden), expert=True, std=std),
         ParameterSpec(at + "experts.down", (experts, hidden, wide), expert=True, std=std),
     ]
@@ -70,7 +70,7 @@ def stage_specs(arch: Architecture, layers: range) -> list[ParameterSpec]:
     for layer in layers:
         specs += layer_specs(arch, layer)
     if layers.stop == arch.num_layers:
-        specs.append(ParameterSpec("norm", (arch.hidden_size,), decay=False))
+        specs.append(ParameterSpec("norm", (arch.hidden_size,), decay=False, fp32=True))
         if not arch.tie_word_embeddings:
             specs.append(ParameterSpec("head", (arch.vocab_size, arch.hidden_size), std=arch.initializer_range))
     return specs

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pithtrain.ops.linear import Compute, add_linear_weight_gradient
+from pithtrain.ops.linear import Compute, add_linear_weight_gradient, product
 from pithtrain.ops.parameter import Weight
 
 IGNORED = -100  # the label of a position that has none
@@ -52,11 +52,11 @@ def head_loss(hidden: Tensor, head: Weight, labels: Tensor, scale: float | None,
     grad_hidden = None if scale is None else torch.empty_like(hidden)
     for start in range(0, hidden.shape[0], CHUNK):
         chunk = hidden[start : start + CHUNK]
-        logits = F.linear(chunk, head.value).float()
+        logits = product(chunk, head.value.T, torch.float32)
         chunk_loss, grad = _chunk_loss(logits, labels[start : start + CHUNK], scale)
         loss += chunk_loss
         if grad is not None and grad_hidden is not None:
             grad = grad.to(chunk.dtype)
-            torch.mm(grad, head.value, out=grad_hidden[start : start + CHUNK])
+            grad_hidden[start : start + CHUNK] = product(grad, head.value)
             compute.weight_gradient(lambda x=chunk, g=grad: add_linear_weight_gradient(head, x, g))  # type: ignore[misc]
     return HeadLoss(loss, grad_hidden)

@@ -2,13 +2,13 @@
 
 The three parts are the forward product, the input gradient and the weight gradient. The weight gradient never
 travels through autograd: it is added to the weight's fp32 buffer at once, or queued for later when the caller's
-`Compute` holds a queue (zero-bubble schedules fill their gaps with it).
+`Compute` holds a queue (zero-bubble schedules fill their gaps with it). Every product adds up in fp32.
 
 T tokens, N copies (tokens times chosen experts), L local experts, I input features, O output features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,17 +16,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from pithtrain.ops.fp8 import Quantised, RowBlocks, quantise, quantise_weight
+from pithtrain.ops.fp8_gemm import add_weight_gradient, multiply
 from pithtrain.ops.parameter import Weight
 
-Precision = Literal["fp32"]
+Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """How a product is computed: its precision, and where a weight gradient goes (None: into its buffer at once)."""
+    """How a product is computed: its precision, and where a weight gradient goes (None: into its buffer at once).
+
+    quantised: FP8 copies of weights, made at their first use and good until the weights change: one Compute a step.
+    """
 
     precision: Precision = "fp32"
     deferred: list[Callable[[], None]] | None = None
+    quantised: dict[Weight, tuple[Quantised, Quantised]] = field(default_factory=dict)
+
+    def uses_fp8(self, weight: Weight) -> bool:
+        """Whether products with this weight are in FP8: not those of weights that are fp32 whatever the precision."""
+        return self.precision == "fp8" and weight.value.dtype != torch.float32
+
+    def quantise(self, weight: Weight) -> tuple[Quantised, Quantised]:
+        """The weight [O, I] or [L, O, I] and its transpose in FP8, as [L, ..]."""
+        if weight not in self.quantised:
+            self.quantised[weight] = quantise_weight(_matrices(weight.value))
+        return self.quantised[weight]
 
     def weight_gradient(self, add: Callable[[], None]) -> None:
         """Runs `add`, which adds a weight gradient to its buffer, now or when the queue is drained."""
@@ -43,17 +59,67 @@ class Compute:
             self.deferred.clear()
 
 
+def dtype_of(precision: Precision) -> torch.dtype:
+    """What hidden states and the weights of products are stored in."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """left [M, K] @ right [K, N], added up in fp32, in `dtype` (None: that of left). bf16 on CPU is multiplied in fp32,
+    which is the same up to the order of summation and many times faster there than torch's own.
+    """
+    dtype = dtype or left.dtype
+    if left.dtype == dtype and (left.is_cuda or dtype == torch.float32):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left.float() @ right.float()).to(dtype)
+
+
+def add_product(buffer: Tensor, left: Tensor, right: Tensor) -> None:
+    """buffer [M, N] fp32 += left [M, K] @ right [K, N]."""
+    if left.dtype == torch.float32:
+        buffer.addmm_(left, right)
+    else:
+        buffer.add_(product(left, right, torch.float32))
+
+
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows sorted by group: `sizes` on the host, `ends` (int32, [L]) their running sum on the device."""
+    """Rows sorted by group: `sizes` on the host, `ends` (int32, [L]) their running sum on the device, FP8's blocks."""
 
     sizes: tuple[int, ...]
     ends: Tensor
+    blocks: RowBlocks | None
 
     @staticmethod
-    def of(sizes: tuple[int, ...], device: torch.device) -> "Groups":
+    def of(sizes: tuple[int, ...], device: torch.device, compute: Compute) -> "Groups":
         ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
-        return Groups(sizes, ends.to(device, non_blocking=True))
+        blocks = RowBlocks.of(sizes, device) if compute.precision == "fp8" else None
+        return Groups(sizes, ends.to(device, non_blocking=True), blocks)
+
+
+def _matrices(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 3 else tensor[None]
+
+
+class _FP8Linear(Function):
+    """A dense product is one group. What is kept of x for the weight gradient is in FP8 too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, blocks: RowBlocks, compute: Compute) -> Tensor:
+        rows, columns = quantise(x, blocks)
+        ctx.save_for_backward(*columns)
+        ctx.weight, ctx.blocks, ctx.compute = weight, blocks, compute
+        return multiply(rows, compute.quantise(weight)[0], blocks, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, blocks, compute = ctx.weight, ctx.blocks, ctx.compute
+        kept = Quantised(*(tensor.detach() for tensor in ctx.saved_tensors))
+        rows, columns = quantise(grad.contiguous(), blocks)
+        compute.weight_gradient(lambda: add_weight_gradient(_matrices(weight.grad), columns, kept, blocks))
+        return multiply(rows, compute.quantise(weight)[1], blocks, grad.dtype), None, None, None
 
 
 class _Linear(Function):
@@ -61,24 +127,29 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, compute: Compute) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.compute = weight, compute
-        return F.linear(x, weight.value)
+        return product(x.flatten(0, -2), weight.value.T).view(*x.shape[:-1], weight.value.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors[0].detach(), ctx.weight  # a queued closure must not keep the graph alive
         ctx.compute.weight_gradient(lambda: add_linear_weight_gradient(weight, x, grad))
-        return grad @ weight.value, None, None
+        return product(grad.flatten(0, -2), weight.value).view(x.shape), None, None
 
 
 def linear(x: Tensor, weight: Weight, compute: Compute) -> Tensor:
     """x [.., I] times weight [O, I] transposed: [.., O]. The weight's gradient adds to `weight.grad`."""
-    output: Tensor = _Linear.apply(x, weight, compute)
+    output: Tensor
+    if compute.uses_fp8(weight):
+        rows = x.flatten(0, -2)
+        output = _FP8Linear.apply(rows, weight, RowBlocks.of((rows.shape[0],), x.device), compute)
+        return output.view(*x.shape[:-1], weight.value.shape[0])
+    output = _Linear.apply(x, weight, compute)
     return output
 
 
 def add_linear_weight_gradient(weight: Weight, x: Tensor, grad: Tensor) -> None:
     """Adds grad.T @ x to the buffer of weight [O, I]; x [.., I], grad [.., O]."""
-    weight.grad.addmm_(grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1]))
+    add_product(weight.grad, grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1]))
 
 
 def grouped_mm_is_faster(x: Tensor) -> bool:
@@ -91,8 +162,10 @@ def multiply_by_loop(x: Tensor, value: Tensor, groups: Groups) -> Tensor:
     output = x.new_empty(x.shape[0], value.shape[1])
     rows, outs = x.split(groups.sizes), output.split(groups.sizes)
     for row, out, matrix in zip(rows, outs, value.unbind(0), strict=True):
-        if row.shape[0]:
+        if row.shape[0] and x.dtype == torch.float32:
             torch.mm(row, matrix.T, out=out)
+        elif row.shape[0]:
+            out.copy_(product(row, matrix.T))
     return output
 
 
@@ -106,7 +179,7 @@ def add_weight_gradient_by_loop(buffer: Tensor, x: Tensor, grad: Tensor, groups:
     parts = zip(buffer.unbind(0), x.split(groups.sizes), grad.split(groups.sizes), strict=True)
     for slot, rows, grads in parts:
         if rows.shape[0]:
-            slot.addmm_(grads.T, rows)
+            add_product(slot, grads.T, rows)
 
 
 def add_weight_gradient_by_grouped_mm(buffer: Tensor, x: Tensor, grad: Tensor, groups: Groups) -> None:
@@ -145,5 +218,9 @@ def grouped_linear(x: Tensor, weight: Weight, groups: Groups, compute: Compute) 
     Every row belongs to a group: sum(groups.sizes) == N. A group without rows leaves its gradient as it was (zero).
     """
     assert sum(groups.sizes) == x.shape[0], f"groups hold {sum(groups.sizes)} rows, got {x.shape[0]}"
-    output: Tensor = _GroupedLinear.apply(x, weight, groups, compute)
+    output: Tensor
+    if groups.blocks is not None and compute.uses_fp8(weight):
+        output = _FP8Linear.apply(x, weight, groups.blocks, compute)
+    else:
+        output = _GroupedLinear.apply(x, weight, groups, compute)
     return output

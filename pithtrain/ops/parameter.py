@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter as compute sees it: its value and the fp32 buffer of the same shape its gradient adds up in."""
+    """A parameter as compute sees it: its value, in the dtype it is computed in, and the fp32 buffer of the same shape
+    that its gradient adds up in.
+    """
 
     value: Tensor
     grad: Tensor
@@ -20,7 +22,8 @@ class ParameterSpec:
     """One parameter of the whole model, whatever the mesh.
 
     shape: the global shape; the first dimension counts experts where `expert` is set. decay: whether weight decay
-    applies. std: of the normal its values are drawn from; 0 means all ones (norms).
+    applies. std: of the normal its values are drawn from; 0 means all ones (norms). fp32: whether compute reads it in
+    fp32 whatever the precision.
     """
 
     name: str
@@ -28,6 +31,7 @@ class ParameterSpec:
     expert: bool = False
     decay: bool = True
     std: float = 0.0
+    fp32: bool = False
 
 
 def initial_values(spec: ParameterSpec, expert: int | None, seed: int) -> Tensor:

@@ -4,6 +4,8 @@ Every row names up to K slots (experts, or ranks); -1 names none. `permute` copi
 sorted by slot and stable in row order; `unpermute` sums a row's copies again, weighted or not, in the order of its K
 entries. Each is the other's transpose, so each is the other's gradient. No atomics: the sum reads, it never scatters.
 
+Sums are taken in fp32 whatever the dtype of the rows, which the result has again.
+
 R rows, K entries a row, N copies (entries that are not -1), D features.
 """
 
@@ -52,7 +54,8 @@ def sum_copies(copies: Tensor, plan: Permutation, weights: Tensor | None = None)
     if copies.shape[0] == 0:
         return copies.new_zeros(plan.starts.shape[0], copies.shape[1])
     per_sample = None if weights is None else weights.index_select(0, plan.copies)
-    return F.embedding_bag(plan.copies, copies, plan.starts, mode="sum", per_sample_weights=per_sample)
+    summed = F.embedding_bag(plan.copies, copies.float(), plan.starts, mode="sum", per_sample_weights=per_sample)
+    return summed.to(copies.dtype)
 
 
 class _Permute(Function):
@@ -101,10 +104,11 @@ class _WeightedUnpermute(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         copies, per_copy = ctx.saved_tensors
         gathered = gather_rows(grad, ctx.plan)
-        weight_grads = torch.linalg.vecdot(copies, gathered)
+        grads = gathered.float()
+        weight_grads = torch.linalg.vecdot(copies.float(), grads)
         grad_weights = weight_grads.new_zeros(ctx.shape).flatten()
         grad_weights.index_copy_(0, ctx.plan.entries, weight_grads)  # entries are distinct
-        return gathered.mul_(per_copy[:, None]), grad_weights.view(ctx.shape), None
+        return grads.mul_(per_copy[:, None]).to(copies.dtype), grad_weights.view(ctx.shape), None
 
 
 def weighted_unpermute(copies: Tensor, weights: Tensor, plan: Permutation) -> Tensor:

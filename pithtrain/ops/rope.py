@@ -15,14 +15,14 @@ def rope_tables(num_positions: int, head_dim: int, theta: float, device: torch.d
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x [B, S, H, head_dim] turned by the tables' angles (sign 1) or back (sign -1)."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.empty_like(x)
+    """x [B, S, H, head_dim] turned by the tables' angles (sign 1) or back (sign -1), computed in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.empty_like(x, dtype=torch.float32)
     turned_first, turned_second = turned.chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=sign)
-    return turned
+    return turned.to(x.dtype)
 
 
 class _Rope(Function):

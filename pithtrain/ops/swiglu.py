@@ -1,6 +1,7 @@
 """SwiGLU over a fused product: silu(gate) * up (arXiv 2002.05202).
 
-Only the product's output is kept for the backward pass; silu is computed again there.
+Only the product's output is kept for the backward pass; silu is computed again there. In fp32 whatever the dtype of the
+input, which the output has again.
 """
 
 from typing import Any
@@ -15,18 +16,18 @@ class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return F.silu(gate).mul_(up).to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad_gate_up = torch.empty_like(gate_up)
+        (gate, up), grad = gate_up.float().chunk(2, dim=-1), grad.float()
+        grad_gate_up = torch.empty_like(gate_up, dtype=torch.float32)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(grad, F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_gate_up
+        return grad_gate_up.to(gate_up.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Parameters, gradients and master weights in flat storage, sharded by plain calls.
 
-A bucket holds the parameters that are reduced over one axis: dense ones over dp x cp x ep, experts over dp x cp. Its
-values, whole on every rank, are what layers read; each rank owns one equal slice of them, the master shard, and the
-optimizer steps on that slice alone. `reduce` sums gradients into the owners' slices once a step; `gather` fetches what
-the owners changed. Weight decay applies to the first part of a bucket only. All storage is fp32.
+A bucket holds the parameters of one dtype that are reduced over one axis: dense ones over dp x cp x ep, experts over
+dp x cp. Its values, whole on every rank, are what layers read; each rank owns one equal slice of them, whose fp32
+masters the optimizer steps on. `reduce` sums fp32 gradients into the owners' slices once a step; `gather` casts the
+masters to values and fetches what other owners changed. Weight decay applies to the first part of a bucket only.
 
 A pipeline rank holds the parameters of its stages. One that two pipeline ranks read (a tied embedding) has one owner;
 the other borrows it: hands in its gradient before `reduce` and gets the value with `gather`, so the two stay equal.
@@ -41,16 +41,19 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """values, grads: [axis.size * chunk]. This rank owns chunk number axis.index; decay applies before decay_stop."""
+    """values, and grads in fp32: [axis.size * chunk]. This rank owns chunk number axis.index: master, [chunk] fp32, a
+    view of values where those are fp32. Decay applies before decay_stop.
+    """
 
     axis: Axis
     values: Tensor
     grads: Tensor
+    master: Tensor
     decay_stop: int
 
     @property
     def chunk(self) -> int:
-        return self.values.shape[0] // self.axis.size
+        return self.master.shape[0]
 
     @property
     def start(self) -> int:
@@ -58,8 +61,8 @@ class Bucket:
         return self.axis.index * self.chunk
 
     @property
-    def master(self) -> Tensor:
-        """The slice this rank owns, [chunk]: a view of `values`."""
+    def owned(self) -> Tensor:
+        """The slice of values this rank owns, [chunk]."""
         return self.values[self.start : self.start + self.chunk]
 
 
@@ -73,12 +76,19 @@ def _place(specs: Sequence[ParameterSpec], bucket: str, ep: int) -> list[Placeme
     return placements
 
 
-def _allocate(placements: Sequence[Placement], axis: Axis, device: torch.device) -> Bucket:
+def _bucket_of(spec: ParameterSpec, dtype: torch.dtype) -> str:
+    if spec.expert:
+        return "expert"
+    return "fp32" if spec.fp32 and dtype != torch.float32 else "dense"
+
+
+def _allocate(placements: Sequence[Placement], axis: Axis, device: torch.device, dtype: torch.dtype) -> Bucket:
     total = max((place.stop for place in placements), default=0)
     size = -(-total // (ALIGNMENT * axis.size)) * ALIGNMENT * axis.size
     decay_stop = max((place.stop for place in placements if place.spec.decay), default=0)
-    values, grads = (torch.zeros(size, dtype=torch.float32, device=device) for _ in range(2))
-    return Bucket(axis, values, grads, decay_stop)
+    values, grads = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, device=device)
+    master = values.view(axis.size, -1)[axis.index] if dtype == torch.float32 else grads.new_zeros(size // axis.size)
+    return Bucket(axis, values, grads, master, decay_stop)
 
 
 @dataclass(frozen=True)
@@ -114,22 +124,28 @@ class Shard:
         device: torch.device,
         held: Collection[str] | None = None,
         loan: Loan | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> "Shard":
         """Storage for the parameters, values zero: fill it by `initialise` or by a checkpoint.
 
-        specs: the whole model's. held: the names this rank keeps, None for all.
+        specs: the whole model's. held: the names this rank keeps, None for all. dtype: of values, but for those that
+        are fp32 in any case.
         """
-        axes = {"dense": mesh.dense, "expert": mesh.expert}
+        axes = {"dense": mesh.dense, "fp32": mesh.dense, "expert": mesh.expert}
         kept = [spec for spec in specs if held is None or spec.name in held]
-        placed = {
-            bucket: _place([spec for spec in kept if spec.expert == (bucket == "expert")], bucket, mesh.ep.size)
-            for bucket in axes
+        placed: dict[str, list[Placement]] = {}
+        for bucket in axes:
+            members = [spec for spec in kept if _bucket_of(spec, dtype) == bucket]
+            placed[bucket] = _place(members, bucket, mesh.ep.size)
+        buckets = {
+            bucket: _allocate(placed[bucket], axis, device, torch.float32 if bucket == "fp32" else dtype)
+            for bucket, axis in axes.items()
+            if bucket != "fp32" or dtype != torch.float32
         }
-        buckets = {bucket: _allocate(placed[bucket], axis, device) for bucket, axis in axes.items()}
         by_name = {place.spec.name: place for places in placed.values() for place in places}
         placements = {spec.name: by_name[spec.name] for spec in kept}
         borrowed = {
-            spec.name: Weight(*(torch.zeros(spec.shape, dtype=torch.float32, device=device) for _ in range(2)))
+            spec.name: Weight(*(torch.zeros(spec.shape, dtype=kind, device=device) for kind in (dtype, torch.float32)))
             for spec in specs
             if loan is not None and spec.name == loan.name and mesh.pp.index == loan.borrower
         }
@@ -164,12 +180,11 @@ class Shard:
             if spec.name in self.borrowed:
                 self.borrowed[spec.name].value.copy_(initial_values(spec, None, seed))
         for name, place in self.placements.items():
-            target, experts = self._view(self.buckets[place.bucket].values, place), self.local_experts(name)
-            if experts is None:
-                target.copy_(initial_values(place.spec, None, seed))
-            else:
-                for slot, expert in zip(target.unbind(0), experts, strict=True):
-                    slot.copy_(initial_values(place.spec, expert, seed))
+            experts = self.local_experts(name)
+            drawn = [initial_values(place.spec, expert, seed).float() for expert in experts or [None]]
+            tensor = drawn[0] if experts is None else torch.stack(drawn)
+            self._view(self.buckets[place.bucket].values, place).copy_(tensor)
+            self.keep(self.masters(), name, tensor)
 
     def zero_grads(self) -> None:
         for bucket in self.buckets.values():
@@ -189,13 +204,15 @@ class Shard:
         return {name: self.transport.reduce_scatter(bucket.grads, bucket.axis) for name, bucket in self.buckets.items()}
 
     def masters(self) -> Flat:
-        """The slices the optimizer steps on; they are views of the values layers read."""
+        """The slices the optimizer steps on, fp32."""
         return {name: bucket.master for name, bucket in self.buckets.items()}
 
     def gather(self) -> None:
-        """Fetches every other owner's slice after the optimizer changed them."""
+        """Casts this rank's masters to values and fetches every other owner's, after the optimizer changed them."""
         for bucket in self.buckets.values():
-            self.transport.all_gather_into(bucket.values, bucket.master, bucket.axis)
+            if bucket.values.dtype != torch.float32:
+                bucket.owned.copy_(bucket.master)
+            self.transport.all_gather_into(bucket.values, bucket.owned, bucket.axis)
         if self.loan is not None:
             weights, at = self.weights(), self.mesh.pp.index
             if at == self.loan.owner:

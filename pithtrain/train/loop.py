@@ -73,7 +73,9 @@ class Run:
 def train(plan: Plan, device: torch.device, watch: Watch, local_ranks: range) -> Ending:
     """Trains in the world that is running; every rank calls it. local_ranks: those of this machine."""
     mesh = make_mesh(*plan.shape)
-    trainee = build(plan.arch, mesh, Transport(), plan.cfg.data.sequence_length, device, execution(plan.cfg))
+    trainee = build(
+        plan.arch, mesh, Transport(), plan.cfg.data.sequence_length, device, execution(plan.cfg), plan.precision
+    )
     run = Run(plan, trainee, make_optimizer(plan.cfg, trainee.shard), watch)
     pids = run.total([os.getpid() if rank == mesh.rank else 0 for rank in range(mesh.world_size)])
     watch.peers = {rank: pids[rank] for rank in local_ranks if rank != mesh.rank}

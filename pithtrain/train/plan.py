@@ -26,6 +26,7 @@ from pithtrain.data import Dataset
 from pithtrain.metrics import flops_per_token, parameter_counts
 from pithtrain.models.architecture import Architecture
 from pithtrain.models.qwen3_moe import load_architecture
+from pithtrain.ops.linear import Precision, dtype_of
 from pithtrain.parallel.mesh import DIMS, Axis, AxisName, Mesh
 from pithtrain.parallel.pipeline.schedule import make_schedule
 from pithtrain.parallel.transport import Transport
@@ -46,6 +47,7 @@ class Plan:
     shape: MeshShape
     train: Dataset
     validation: Dataset | None
+    precision: Precision
     fingerprint: str
 
 
@@ -63,9 +65,16 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     if problems or arch is None or train is None:
         raise ConfigError(refusal(source, problems))
     shape = json.dumps(asdict(arch), sort_keys=True).encode()
-    contents = {"model.config": hashlib.sha256(shape).hexdigest(), "data.train": train.index.inputs_sha256}
+    precision: Precision = "bf16" if torch.cuda.is_available() else "fp32"
+    if cfg.train.precision != "auto":
+        precision = cfg.train.precision
+    contents = {
+        "model.config": hashlib.sha256(shape).hexdigest(),
+        "data.train": train.index.inputs_sha256,
+        "train.precision": precision,
+    }
     mesh = resolve_mesh(cfg.mesh, world_size)
-    return Plan(cfg, arch, mesh, train, validation, fingerprint(cfg, contents))
+    return Plan(cfg, arch, mesh, train, validation, precision, fingerprint(cfg, contents))
 
 
 def check_places(cfg: RunConfig) -> Iterator[str]:
@@ -126,8 +135,8 @@ def dry_run(cfg: RunConfig, world_size: int, source: str = "run") -> str:
 
 
 def bytes_per_rank(plan: Plan) -> dict[str, int]:
-    """Bytes that a rank holds for the whole run, on the pipeline rank with the most; its master shard is a part of its
-    values.
+    """Bytes that a rank holds for the whole run, on the pipeline rank with the most; fp32 masters are a part of the
+    values where those are fp32.
     """
     return max((_bytes(plan, rank) for rank in range(plan.shape.pp)), key=lambda parts: sum(parts.values()))
 
@@ -139,12 +148,14 @@ def _bytes(plan: Plan, pipeline_rank: int) -> dict[str, int]:
 
     axes = {name: axis(name) for name in DIMS}
     mesh = Mesh(0, axes["world"].size, **axes)
-    _, shard = place(plan.arch, mesh, Transport(), torch.device("meta"), execution(plan.cfg))
+    device, dtype = torch.device("meta"), dtype_of(plan.precision)
+    _, shard = place(plan.arch, mesh, Transport(), device, execution(plan.cfg), dtype)
     buckets, borrowed = shard.buckets.values(), shard.borrowed.values()
     moments = 2 if plan.cfg.optim.optimizer == "adamw" else 0
     return {
         "values": sum(x.values.nbytes for x in buckets) + sum(weight.value.nbytes for weight in borrowed),
         "gradients": sum(x.grads.nbytes for x in buckets) + sum(weight.grad.nbytes for weight in borrowed),
+        "masters": sum(x.master.nbytes for x in buckets if x.values.dtype != torch.float32),
         "moments": moments * sum(bucket.master.nbytes for bucket in buckets),
     }
 

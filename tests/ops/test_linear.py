@@ -67,7 +67,7 @@ def by_group(x: Tensor, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
 def test_grouped_products_agree(sizes: tuple[int, ...]) -> None:
     rows, count = sum(sizes), len(sizes)
     x, value, grad = randn(rows, 8), randn(count, 12, 8, seed=1), randn(rows, 12, seed=2)
-    groups, oracle = Groups.of(sizes, CPU), (leaf(x), leaf(value))
+    groups, oracle = Groups.of(sizes, CPU, Compute()), (leaf(x), leaf(value))
     expected = by_group(*oracle, sizes)
     grad_x, grad_value = gradients(expected, oracle, grad)
     for multiply in (multiply_by_loop, multiply_by_grouped_mm):
@@ -83,7 +83,7 @@ def test_grouped_products_agree(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_grouped_linear_and_its_gradients(sizes: tuple[int, ...]) -> None:
     x, weight = inputs(sum(sizes), 5, transposed=True), new_weight(len(sizes), 7, 5, seed=2)
-    output = grouped_linear(x, weight, Groups.of(sizes, CPU), Compute())
+    output = grouped_linear(x, weight, Groups.of(sizes, CPU, Compute()), Compute())
     upstream = randn(7, sum(sizes), seed=3).T  # not contiguous
     oracle = leaf(x), leaf(weight.value)
     expected = by_group(*oracle, sizes)
@@ -97,7 +97,7 @@ def test_grouped_linear_and_its_gradients(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("add", [add_weight_gradient_by_loop, add_weight_gradient_by_grouped_mm])
 def test_idle_experts_have_zero_gradients(add: Callable[[Tensor, Tensor, Tensor, Groups], None]) -> None:
     sizes = (0, 3, 0, 2, 0)
-    groups, x, grad = Groups.of(sizes, CPU), randn(5, 8), randn(5, 12, seed=1)
+    groups, x, grad = Groups.of(sizes, CPU, Compute()), randn(5, 8), randn(5, 12, seed=1)
     buffer = torch.zeros(5, 12, 8)
     add(buffer, x, grad, groups)
     assert [bool(expert.any()) for expert in buffer] == [False, True, False, True, False]
@@ -107,7 +107,7 @@ def test_idle_experts_have_zero_gradients(add: Callable[[Tensor, Tensor, Tensor,
     assert [bool(expert.any()) for expert in added(weight)] == [False, True, False, True, False]
     nothing = torch.zeros(0, 8, requires_grad=True)
     weight = new_weight(5, 12, 8)
-    grouped_linear(nothing, weight, Groups.of((0,) * 5, CPU), Compute()).sum().backward()
+    grouped_linear(nothing, weight, Groups.of((0,) * 5, CPU, Compute()), Compute()).sum().backward()
     assert not added(weight).any() and nothing.grad is not None and nothing.grad.shape == (0, 8)
 
 
@@ -116,18 +116,18 @@ def test_an_idle_expert_spoils_nothing() -> None:
     sizes, x = (2, 0, 3), inputs(5, 6)
     weight = new_weight(3, 4, 6)
     weight.value[1] = float("nan")
-    output = grouped_linear(x, weight, Groups.of(sizes, CPU), Compute())
+    output = grouped_linear(x, weight, Groups.of(sizes, CPU, Compute()), Compute())
     (grad_x,) = gradients(output, [x], randn(5, 4))
     assert output.isfinite().all() and grad_x.isfinite().all() and added(weight).isfinite().all()
 
 
 def test_every_row_belongs_to_a_group() -> None:
     with pytest.raises(AssertionError, match="groups hold 4 rows, got 5"):
-        grouped_linear(randn(5, 8), new_weight(2, 4, 8), Groups.of((1, 3), CPU), Compute())
+        grouped_linear(randn(5, 8), new_weight(2, 4, 8), Groups.of((1, 3), CPU, Compute()), Compute())
 
 
 def test_groups_end_where_the_next_begins() -> None:
-    groups = Groups.of((0, 3, 2), CPU)
+    groups = Groups.of((0, 3, 2), CPU, Compute())
     assert groups.sizes == (0, 3, 2)
     assert groups.ends.dtype == torch.int32 and groups.ends.tolist() == [0, 3, 5]
 
@@ -137,7 +137,7 @@ def run_products(compute: Compute) -> tuple[list[Weight], Tensor]:
     dense, grouped = new_weight(8, 6, seed=1), new_weight(3, 4, 8, seed=2)
     x = inputs(9, 6)
     hidden = linear(x, dense, compute)
-    output = grouped_linear(hidden, grouped, Groups.of((4, 0, 5), CPU), compute)
+    output = grouped_linear(hidden, grouped, Groups.of((4, 0, 5), CPU, Compute()), compute)
     (grad_x,) = gradients(output, [x], randn(9, 4, seed=3))
     return [dense, grouped], grad_x
 
@@ -163,7 +163,7 @@ def test_a_queued_weight_gradient_does_not_keep_the_graph() -> None:
     dense, grouped = new_weight(8, 6), new_weight(2, 4, 8)
     for product in (
         lambda x: linear(x, dense, compute),
-        lambda x: grouped_linear(linear(x, dense, compute), grouped, Groups.of((1, 3), CPU), compute),
+        lambda x: grouped_linear(linear(x, dense, compute), grouped, Groups.of((1, 3), CPU, Compute()), compute),
     ):
         permutation = plan(torch.tensor([[0, 1], [1, 1]]), 2, 4)
         held = weakref.ref(permutation)
