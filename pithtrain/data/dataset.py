@@ -74,10 +74,8 @@ class Samples(ABC):
         data_ranks: int,
         sequence_length: int,
     ) -> Batch:
-        """Micro-batch `i` of the global batch at `position`, as `data_rank` of `data_ranks` holds it.
-
-        That is the i-th of `num_microbatches` slices of the global batch, and of it the data_rank-th of `data_ranks`
-        slices.
+        """Of the global batch at `position` the i-th of `num_microbatches` slices, of it the data_rank-th of
+        `data_ranks`.
         """
         assert 0 <= i < num_microbatches and 0 <= data_rank < data_ranks, (i, data_rank)
         size, rest = divmod(global_batch_size, num_microbatches * data_ranks)
@@ -98,10 +96,7 @@ class Dataset(Samples):
 
     @classmethod
     def open(cls, folder: Path, seed: int = 0) -> Dataset:
-        """Opens `folder`, which holds index.json, checking that file and every shard's size.
-
-        Raises ValueError naming the file and the remedy.
-        """
+        """Opens `folder`; ValueError, naming the file and the remedy, where its index or a shard's size is wrong."""
         index = read_index(folder)
         check_shards(folder, index)
         return cls(folder, index, seed)
@@ -153,9 +148,8 @@ def validation_batches(
 
 
 def bigram_entropy(dataset: Dataset) -> float:
-    """H(next | current) of the dataset's own tokens in nats per token, from pair counts, unsmoothed.
-
-    What a model that sees only one token can reach on these tokens at best. For at most 1,024 ids: it counts all pairs.
+    """H(next | current) of the dataset's own tokens in nats per token, unsmoothed, for at most 1,024 ids: the best that
+    a model that sees only one token can reach on them.
     """
     V, num_pairs = dataset.vocab_size, dataset.num_tokens - 1
     assert V <= 1024 and num_pairs > 0, f"{V} ids, {num_pairs} pairs"

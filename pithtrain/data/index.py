@@ -8,8 +8,6 @@ The index holds a checksum of itself, so any change to it is noticed; no time, p
 same inputs give the same bytes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

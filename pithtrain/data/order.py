@@ -5,8 +5,6 @@ round pairs x with (k - x) mod n and a pseudo-random bit of the pair says whethe
 own inverse, so any number of rounds is a bijection of [0, n) for every n, with no table and no walking.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

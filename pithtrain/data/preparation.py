@@ -3,16 +3,13 @@
 Everything is written in a hidden folder beside `out` and published by one rename.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -30,7 +27,7 @@ class DatasetInfo:
     folder: Path
     created: bool  # False where the same dataset was there already and was left as it is
     train: Index
-    validation: Index | None
+    validation: Index | None = None
 
     def __str__(self) -> str:
         lines = [f"{'prepared' if self.created else 'already there, same inputs:'} {self.folder}"]
@@ -81,21 +78,26 @@ def prepare(
         for _ in found:
             pass
     else:
-        temporary = out.parent / f".{out.name}.{secrets.token_hex(8)}.tmp"
-        try:
-            writers = [SplitWriter(temporary / split, opened, shard_tokens) for split in splits]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(".tmp", f".{out.name}.", out.parent, ignore_cleanup_errors=True) as temporary:
+            whole = Path(temporary, "whole")
+            writers = [SplitWriter(whole / split, opened, shard_tokens) for split in splits]
             for document in found:
-                writers[int(_fraction(document.key) < holdout)].add(document.text)
+                spread = int.from_bytes(hashlib.sha256(os.fsencode(document.key)).digest()[:6], "little") / 2**48
+                writers[int(spread < holdout)].add(document.text)
             for writer in writers:
                 writer.finish(inputs.hexdigest())
-            created = _publish(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                os.rename(whole, out)  # onto nothing or an empty folder; any other content makes it fail
+                created = True
+            except OSError:
+                if not out.is_dir():
+                    raise
     indices = [_check(out, split, inputs.hexdigest(), content=not created) for split in splits]
-    return DatasetInfo(out, created, indices[0], indices[1] if holdout else None)
+    return DatasetInfo(out, created, *indices)
 
 
-def _read(files: Files, invalid: Invalid, inputs: hashlib._Hash, progress: bool) -> Iterator[Document]:
+def _read(files: Files, invalid: Invalid, inputs: "hashlib._Hash", progress: bool) -> Iterator[Document]:
     """The documents, each taken into `inputs` and shown as it passes."""
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not progress) as bar:
@@ -104,22 +106,6 @@ def _read(files: Files, invalid: Invalid, inputs: hashlib._Hash, progress: bool)
             inputs.update(hashlib.sha256(os.fsencode(document.key) + b"\0" + document.data).digest())
             yield document
             bar.advance(line, len(document.data))
-
-
-def _fraction(key: str) -> float:
-    """A hash of `key` spread evenly over [0, 1)."""
-    return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest()[:6], "little") / 2**48
-
-
-def _publish(temporary: Path, out: Path) -> bool:
-    """Renames the new dataset into place; False where another process published there in the meantime."""
-    try:
-        os.rename(temporary, out)  # onto nothing or an empty folder; any other content makes it fail
-    except OSError:
-        if not out.is_dir():
-            raise
-        return False
-    return True
 
 
 def _check(out: Path, split: str, inputs: str, content: bool) -> Index:

@@ -4,8 +4,6 @@ A `.jsonl` file holds one document a line, in its field "text"; any other file i
 path below the source that it was found in, so moving a source changes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

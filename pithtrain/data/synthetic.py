@@ -5,8 +5,6 @@ NOISE is replaced by a hash. The token before leaves a few choices for the next 
 them. No text or random number library is involved, so golden traces can be made from it anywhere.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from pithtrain.data.dataset import IGNORED_LABEL, Samples
@@ -29,7 +27,7 @@ def synthetic_tokens(indices: Int64, length: int, vocab_size: int, seed: int) ->
 
 
 class SyntheticDataset(Samples):
-    """`epoch_samples` generated samples in a seeded order.
+    """`epoch_samples` generated samples, whatever their length, in a seeded order.
 
     `ignore_labels` ignores the first 0/8 to 8/8 of each sample's labels, as a hash of its index says, so that slices
     of a batch hold different numbers of labels and a sample may hold none.
@@ -40,17 +38,13 @@ class SyntheticDataset(Samples):
         self.epoch_samples, self.ignore_labels = epoch_samples, ignore_labels
 
     def num_samples(self, sequence_length: int) -> int:
-        """The same at every length: samples are made, not cut from a text."""
         return self.epoch_samples
 
     def read(self, indices: Int64, sequence_length: int) -> Int64:
         return synthetic_tokens(indices, sequence_length + 1, self.vocab_size, self.seed)
 
     def labels(self, indices: Int64, windows: Int64) -> Int64:
-        labels = super().labels(indices, windows)
-        if not self.ignore_labels:
-            return labels
-        S = labels.shape[1]
+        labels, S = super().labels(indices, windows), windows.shape[1] - 1
         eighths = mix(seed_word(self.seed + 1) ^ indices.astype(np.uint64)) % np.uint64(9)
-        num_ignored = eighths.astype(np.int64) * S // 8  # [B]
+        num_ignored = eighths.astype(np.int64) * S // 8 * self.ignore_labels  # [B]
         return np.where(np.arange(S)[None] < num_ignored[:, None], IGNORED_LABEL, labels)

@@ -1,7 +1,5 @@
 """Text to token ids: the built-in bytes, or a Hugging Face `tokenizers` file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
