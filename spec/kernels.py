@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 from pithtrain.metrics import peak_flops
 from pithtrain.ops.fp8 import quantise_columns_reference, quantise_rows_reference, quantise_weight_reference
 from pithtrain.ops.fp8_gemm import add_weight_gradient_reference, multiply_reference
-from pithtrain.ops.kernels import fp8, fp8_gemm
+from pithtrain.ops.kernels import fp8, fp8_gemm, swiglu
+from pithtrain.ops.swiglu import swiglu as swiglu_reference
 
 SHARED_LIMIT = 227 * 1024  # bytes one program may have, on both
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}  # bytes/s, by NVIDIA's data sheets of the SXM modules
@@ -54,7 +55,8 @@ class Operator:
 
     aligned: integers that are multiples of 16 at real shapes. instructions: the ones among INSTRUCTIONS that a target's
     PTX must hold.
-    cost: (FLOPs, bytes moved to and from memory at the least), for the experts' first product of a shape.
+    cost: (FLOPs of products, bytes moved to and from memory at the least), at a shape; of the experts' products the
+    first.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Operator:
     launch: Mapping[str, int]
     types: Mapping[str, str]
     cost: Callable[[Shape], tuple[float, float]]
-    constants: Mapping[str, bool] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     instructions: Mapping[int, tuple[str, ...]] = field(default_factory=lambda: {90: (), 100: ()})
 
@@ -82,7 +84,8 @@ class Resources:
 
 def types(**names: str) -> dict[str, str]:
     """The types of a kernel's arguments: each keyword a type, its value the names that have it."""
-    known = {"fp8": "*fp8e4nv", "bf16": "*bf16", "fp32": "*fp32", "ints": "*i32", "u8": "*u8", "i32": "i32"}
+    known = {"fp8": "*fp8e4nv", "bf16": "*bf16", "fp32": "*fp32", "ints": "*i32", "longs": "*i64", "u8": "*u8"}
+    known |= {"i32": "i32", "scalar": "fp32"}
     known |= {f"tile{rows}": f"tensordesc<fp8e4nv[{rows},128]>" for rows in (64, 128)}
     return {name: known[kind] for kind, listed in names.items() for name in listed.split()}
 
@@ -95,6 +98,10 @@ PRODUCT = {90: ("wgmma e4m3", "TMA"), 100: ("tcgen05 f8f6f4", "TMA")}
 
 def _quantise_cost(copies: int) -> Callable[[Shape], tuple[float, float]]:
     return lambda at: (0, at.rows * at.hidden * (2 + copies * (1 + 4 / 128)))
+
+
+def _swiglu_cost(tensors: int) -> Callable[[Shape], tuple[float, float]]:
+    return lambda at: (0, at.rows * at.expert_hidden * 2 * tensors)
 
 
 def _weights(at: Shape) -> int:
@@ -144,6 +151,16 @@ OPERATORS = (
         "MXFP8 product", None, fp8_gemm.multiply_mx_kernel, fp8_gemm.MULTIPLY_MX,
         types(tile128="x weight", u8="x_scales weight_scales", bf16="output", i32="num_rows outs depth"),
         _product_cost, aligned=("outs",), instructions={100: ("tcgen05 mxf8f6f4", "TMA")},
+    ),
+    Operator(
+        "SwiGLU", swiglu_reference, swiglu.swiglu_kernel, swiglu.SWIGLU,
+        types(bf16="gate_up output", i32="num_rows features", scalar="alpha limit shift"),
+        _swiglu_cost(3), aligned=("features",),
+    ),
+    Operator(
+        "SwiGLU backward", swiglu_reference, swiglu.swiglu_backward_kernel, swiglu.SWIGLU,
+        types(bf16="gate_up grad grad_gate_up", i32="num_rows features", scalar="alpha limit shift"),
+        _swiglu_cost(5), aligned=("features",),
     ),
 )  # fmt: skip
 

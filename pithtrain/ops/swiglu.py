@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from pithtrain.ops.kernels import use_triton
+
 
 class _SwiGLU(Function):
     @staticmethod
@@ -32,5 +34,23 @@ class _SwiGLU(Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [.., 2F], gate first -> silu(gate) * up, [.., F], in the input's dtype."""
+    if use_triton(gate_up):
+        from pithtrain.ops.kernels.swiglu import swiglu_triton
+
+        return swiglu_triton(gate_up)
     output: Tensor = _SwiGLU.apply(gate_up)
     return output
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate_up [.., 2F], gate first -> (up + 1) * gate * sigmoid(alpha * gate), [.., F], in the input's dtype.
+
+    The gate is at most `limit`, up within +-limit, without gradient beyond (transformers, `GptOssExperts`).
+    """
+    if use_triton(gate_up):
+        from pithtrain.ops.kernels.swiglu import swiglu_triton
+
+        return swiglu_triton(gate_up, alpha, limit, 1.0)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)

@@ -16,6 +16,17 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return (gate * torch.sigmoid(gate) * up) @ down.T
 
 
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, shift: float = 1.0) -> Tensor:
+    """``(up + shift) * gate * sigmoid(alpha * gate)`` with the gate at most ``limit`` and up within +-``limit``.
+
+    gate_up [..., 2F], gate first -> [..., F]. Alpha 1, limit inf and shift 0 give SwiGLU. Source: transformers,
+    ``GptOssExperts``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + shift) * gate * torch.sigmoid(alpha * gate)
+
+
 def routed_experts(
     hidden_states: Tensor, topk_weights: Tensor, topk_expert_ids: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:

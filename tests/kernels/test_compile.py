@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from typer.testing import CliRunner
 
 from pithtrain.ops.fp8 import Quantised, RowBlocks, quantise, quantise_weight
-from pithtrain.ops.kernels import fp8, fp8_gemm, use_triton
+from pithtrain.ops.kernels import fp8, fp8_gemm, swiglu, use_triton
 from spec.kernels import OPERATORS, SHARED_LIMIT, Operator, Shape, compile_operator, roofline
 from typer_cli.main import app
 
@@ -23,6 +23,7 @@ NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
 }
 PRODUCT = next(operator for operator in OPERATORS if operator.kernel is fp8_gemm.multiply_kernel)
@@ -47,7 +48,9 @@ def type_of(argument: object) -> str:
     """As Triton writes an argument's type."""
     if isinstance(argument, TensorDescriptor):
         return f"tensordesc<fp8e4nv[{','.join(map(str, argument.block_shape))}]>"
-    return "*" + NAMES[argument.dtype] if isinstance(argument, torch.Tensor) else "i32"
+    if isinstance(argument, torch.Tensor):
+        return "*" + NAMES[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"
 
 
 def test_launches_are_those_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +58,9 @@ def test_launches_are_those_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -
     seen = {}
 
     def note(kernel: JITFunction, *arguments: object, grid: object, warmup: bool, **options: int) -> None:
-        given = dict(zip(kernel.arg_names, arguments, strict=False))
-        types = {name: type_of(value) for name, value in given.items() if not isinstance(value, bool)}
-        constants = {name: value for name, value in given.items() if isinstance(value, bool)}
+        given = dict(zip(kernel.params, arguments, strict=False))
+        types = {at.name: type_of(value) for at, value in given.items() if not at.is_constexpr}
+        constants = {at.name: value for at, value in given.items() if at.is_constexpr}
         seen[kernel.__name__, *constants.values()] = (types, constants, options)
 
     monkeypatch.setattr(JITFunction, "run", note)
@@ -72,13 +75,14 @@ def test_launches_are_those_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -
     fp8_gemm.add_weight_gradient_triton(torch.zeros(2, 64, 64), columns, columns, blocks)
     mx = Quantised(rows.values, torch.ones(133, 4, dtype=torch.uint8))
     fp8_gemm.multiply_mx_triton(mx, mx, torch.bfloat16)
+    swiglu.swiglu_triton(x.requires_grad_()).sum().backward()
     for operator in OPERATORS:
         launch = seen.pop((operator.kernel.__name__, *operator.constants.values()))
         assert launch == (operator.types, operator.constants, operator.launch), operator.name
     assert not seen
 
 
-@pytest.mark.parametrize("module", [fp8, fp8_gemm], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [fp8, fp8_gemm, swiglu], ids=lambda module: module.__name__)
 def test_every_kernel_is_an_operator(module: ModuleType) -> None:
     here = {name for name, item in vars(module).items() if isinstance(item, JITFunction) and name.endswith("_kernel")}
     listed = {row.kernel.__name__ for row in OPERATORS if row.kernel.__module__ == module.__name__}

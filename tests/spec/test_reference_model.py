@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from spec.reference.attention import attention, causal_attention
-from spec.reference.experts import moe, routed_experts, swiglu
+from spec.reference.experts import clamped_swiglu, moe, routed_experts, swiglu
 from spec.reference.norm import rms_norm
 from spec.reference.rope import apply_rope, rope_tables
 
@@ -127,6 +128,18 @@ def test_swiglu_by_hand_gate_first() -> None:
     down = torch.tensor([[5.0]], dtype=torch.float64)
     out = swiglu(torch.ones(1, 1, dtype=torch.float64), gate_up, down)
     assert out.item() == pytest.approx(2 / (1 + math.exp(-2)) * 3 * 5)
+
+
+def test_clamped_swiglu_is_that_of_transformers() -> None:
+    """There gate and up alternate."""
+    experts = GptOssExperts(GptOssConfig(hidden_size=4, intermediate_size=6, num_local_experts=1))
+    gate_up = draw(5, 12) * 8
+    alternating = gate_up.unflatten(1, (2, 6)).mT.flatten(1)
+    expected = experts._apply_gate(alternating)
+    assert (experts.alpha, experts.limit) == (1.702, 7.0) and bool((gate_up.abs() > 7).any())
+    assert close(clamped_swiglu(gate_up, 1.702, 7.0), expected)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert close(clamped_swiglu(gate_up, 1.0, math.inf, 0.0), F.silu(gate) * up)
 
 
 def test_routed_experts_weigh_and_sum_the_chosen_ones() -> None:
