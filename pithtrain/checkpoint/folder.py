@@ -106,17 +106,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Record]:
 def _problem(path: Path, record: Record, read: bool) -> str | None:
     """What is wrong with a file by its size and, with `read`, its checksum."""
     try:
-        size = path.stat().st_size
-        if size != record.size:
-            return f"{path} has {size} bytes, expected {record.size}"
-        if not read:
-            return None
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size, digest = path.stat().st_size, record.sha256
+        if read and size == record.size:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error}"
+    if size != record.size:
+        return f"{path} has {size} bytes, expected {record.size}"
     return None if digest == record.sha256 else f"{path} has sha256 {digest}, expected {record.sha256}"
 
 

@@ -44,9 +44,7 @@ class Saver:
     moments: Sequence[str] = MOMENTS  # kinds of the optimizer's tensors to save; none for plain SGD
     max_file_bytes: int = 4_000_000_000
     _pending: tuple[Path, Future[None]] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
 
     def save(
         self, state: ModelState, family: Family, train_state: TrainState, biases: Mapping[str, Tensor]
@@ -130,9 +128,6 @@ def _copy(state: ModelState, family: Family, kinds: Sequence[str], ranks: Ranks,
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             contents[files.index_name(kind)] = json.dumps(index, indent=1).encode()
     return contents
-
-
-# In the thread, which calls no collective:
 
 
 def _clear(folder: Path, rank: int) -> None:
