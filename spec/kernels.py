@@ -17,10 +17,13 @@ from rich.table import Column, Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pithtrain.layers.router import topk_lowest_index
 from pithtrain.metrics import peak_flops
+from pithtrain.ops.cross_entropy import chunk_loss
 from pithtrain.ops.fp8 import quantise_columns_reference, quantise_rows_reference, quantise_weight_reference
 from pithtrain.ops.fp8_gemm import add_weight_gradient_reference, multiply_reference
-from pithtrain.ops.kernels import fp8, fp8_gemm, swiglu
+from pithtrain.ops.kernels import cross_entropy, fp8, fp8_gemm, permute, router, swiglu
+from pithtrain.ops.permute import spread, sum_copies
 from pithtrain.ops.swiglu import swiglu as swiglu_reference
 
 SHARED_LIMIT = 227 * 1024  # bytes one program may have, on both
@@ -36,13 +39,14 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer of experts: what the costs are for."""
+    """A layer of experts, and the vocabulary: what the costs are for."""
 
     tokens: int = 16384
     hidden: int = 2048
     expert_hidden: int = 768
     experts: int = 128
     top_k: int = 8
+    vocabulary: int = 151936
 
     @property
     def rows(self) -> int:
@@ -93,6 +97,7 @@ def types(**names: str) -> dict[str, str]:
 QUANTISE = types(
     bf16="x", ints="table", fp8="by_row by_column", fp32="row_scales column_scales", i32="num_rows features stride"
 )
+LOGARITHM = {90: ("flush to zero",), 100: ("flush to zero",)}  # within CUDA's, of a sum of at least 1
 PRODUCT = {90: ("wgmma e4m3", "TMA"), 100: ("tcgen05 f8f6f4", "TMA")}
 
 
@@ -102,6 +107,14 @@ def _quantise_cost(copies: int) -> Callable[[Shape], tuple[float, float]]:
 
 def _swiglu_cost(tensors: int) -> Callable[[Shape], tuple[float, float]]:
     return lambda at: (0, at.rows * at.expert_hidden * 2 * tensors)
+
+
+def _sum_cost(at: Shape) -> tuple[float, float]:
+    return 0, (at.rows + at.tokens) * at.hidden * 2 + at.rows * (8 + 4)
+
+
+def _spread_cost(at: Shape) -> tuple[float, float]:
+    return 0, (2 * at.rows + at.tokens) * at.hidden * 2 + at.rows * (8 + 4 + 4)
 
 
 def _weights(at: Shape) -> int:
@@ -154,13 +167,43 @@ OPERATORS = (
     ),
     Operator(
         "SwiGLU", swiglu_reference, swiglu.swiglu_kernel, swiglu.SWIGLU,
-        types(bf16="gate_up output", i32="num_rows features", scalar="alpha limit shift"),
+        types(bf16="gate_up output", i32="features", scalar="alpha limit shift"),
         _swiglu_cost(3), aligned=("features",),
     ),
     Operator(
         "SwiGLU backward", swiglu_reference, swiglu.swiglu_backward_kernel, swiglu.SWIGLU,
-        types(bf16="gate_up grad grad_gate_up", i32="num_rows features", scalar="alpha limit shift"),
+        types(bf16="gate_up grad grad_gate_up", i32="features", scalar="alpha limit shift"),
         _swiglu_cost(5), aligned=("features",),
+    ),
+    Operator(
+        "sum of copies", sum_copies, permute.sum_copies_kernel, permute.COPIES,
+        types(bf16="copies weights output", longs="order starts", i32="num_copies features"),
+        _sum_cost, {"WEIGHTED": False}, ("features",),
+    ),
+    Operator(
+        "weighted sum of copies", sum_copies, permute.sum_copies_kernel, permute.COPIES,
+        types(bf16="copies output", longs="order starts", fp32="weights", i32="num_copies features"),
+        _sum_cost, {"WEIGHTED": True}, ("features",),
+    ),
+    Operator(
+        "weighted sum backward", spread, permute.spread_kernel, permute.COPIES,
+        types(bf16="grad copies grad_copies", longs="rows", fp32="weights products", i32="features"),
+        _spread_cost, aligned=("features",),
+    ),
+    Operator(
+        "router top-k", topk_lowest_index, router.top_k_kernel, router.TOP_K,
+        types(fp32="scores", longs="chosen", i32="experts top_k"),
+        lambda at: (0, at.tokens * (4 * at.experts + 8 * at.top_k)), {"WIDTH": 128}, ("experts",),
+    ),
+    Operator(
+        "loss", chunk_loss, cross_entropy.chunk_loss_kernel, cross_entropy.CHUNK_LOSS,
+        types(fp32="logits losses", longs="labels", i32="vocabulary", scalar="scale"),
+        lambda at: (0, at.tokens * 4 * at.vocabulary), {"GRADIENT": False}, ("vocabulary",), LOGARITHM,
+    ),
+    Operator(
+        "loss and gradient", chunk_loss, cross_entropy.chunk_loss_kernel, cross_entropy.CHUNK_LOSS,
+        types(fp32="logits losses", longs="labels", i32="vocabulary", scalar="scale"),
+        lambda at: (0, at.tokens * 12 * at.vocabulary), {"GRADIENT": True}, ("vocabulary",), LOGARITHM,
     ),
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pithtrain.ops.kernels import use_triton
 from pithtrain.ops.linear import Compute, linear
 from pithtrain.ops.parameter import Weight
 
@@ -46,7 +47,11 @@ class Routing:
 
 
 def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
-    """The k highest of each row of scores [T, E], best first, equal scores by the lowest index: [T, k] int64."""
+    """The k highest of each row of scores [T, E], NaN first, equals by the lowest index: [T, k] int64, best first."""
+    if use_triton(scores):
+        from pithtrain.ops.kernels.router import topk_lowest_index_triton
+
+        return topk_lowest_index_triton(scores, k)
     remaining, chosen = scores.clone(), []
     for _ in range(k):
         best = remaining.max(dim=-1, keepdim=True).indices  # torch promises the first of equal maxima

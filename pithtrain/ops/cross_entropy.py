@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pithtrain.ops.kernels import use_triton
 from pithtrain.ops.linear import Compute, add_linear_weight_gradient, product
 from pithtrain.ops.parameter import Weight
 
@@ -27,8 +28,12 @@ class HeadLoss:
     grad: Tensor | None
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+def chunk_loss(logits: Tensor, labels: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
     """logits [C, V] fp32, labels [C] -> (summed loss, gradient of scale * loss to the logits)."""
+    if use_triton(logits):
+        from pithtrain.ops.kernels.cross_entropy import chunk_loss_triton
+
+        return chunk_loss_triton(logits, labels, scale)
     labelled = labels != IGNORED
     target = labels.masked_fill(~labelled, 0)[:, None]
     log_probs = F.log_softmax(logits, dim=-1)
@@ -53,8 +58,8 @@ def head_loss(hidden: Tensor, head: Weight, labels: Tensor, scale: float | None,
     for start in range(0, hidden.shape[0], CHUNK):
         chunk = hidden[start : start + CHUNK]
         logits = product(chunk, head.value.T, torch.float32)
-        chunk_loss, grad = _chunk_loss(logits, labels[start : start + CHUNK], scale)
-        loss += chunk_loss
+        part, grad = chunk_loss(logits, labels[start : start + CHUNK], scale)
+        loss += part
         if grad is not None and grad_hidden is not None:
             grad = grad.to(chunk.dtype)
             grad_hidden[start : start + CHUNK] = product(grad, head.value)

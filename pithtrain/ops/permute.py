@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from pithtrain.ops.kernels import use_triton
+
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
@@ -51,11 +53,26 @@ def gather_rows(x: Tensor, plan: Permutation) -> Tensor:
 
 def sum_copies(copies: Tensor, plan: Permutation, weights: Tensor | None = None) -> Tensor:
     """copies [N, D] -> rows [R, D]: each row the sum of its copies, times weights [N] where given; none gives 0."""
+    if use_triton(copies):
+        from pithtrain.ops.kernels.permute import sum_copies_triton
+
+        return sum_copies_triton(copies, plan, weights)
     if copies.shape[0] == 0:
         return copies.new_zeros(plan.starts.shape[0], copies.shape[1])
     per_sample = None if weights is None else weights.index_select(0, plan.copies)
     summed = F.embedding_bag(plan.copies, copies.float(), plan.starts, mode="sum", per_sample_weights=per_sample)
     return summed.to(copies.dtype)
+
+
+def spread(grad: Tensor, plan: Permutation, copies: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of rows [R, D] that are sums of copies [N, D] times weights [N] -> those of copies and of weights."""
+    if use_triton(grad):
+        from pithtrain.ops.kernels.permute import spread_triton
+
+        return spread_triton(grad, plan, copies, weights)
+    grads = gather_rows(grad, plan).float()
+    weight_grads = torch.linalg.vecdot(copies.float(), grads)
+    return grads.mul_(weights[:, None]).to(copies.dtype), weight_grads
 
 
 class _Permute(Function):
@@ -103,12 +120,10 @@ class _WeightedUnpermute(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         copies, per_copy = ctx.saved_tensors
-        gathered = gather_rows(grad, ctx.plan)
-        grads = gathered.float()
-        weight_grads = torch.linalg.vecdot(copies.float(), grads)
+        grad_copies, weight_grads = spread(grad, ctx.plan, copies, per_copy)
         grad_weights = weight_grads.new_zeros(ctx.shape).flatten()
         grad_weights.index_copy_(0, ctx.plan.entries, weight_grads)  # entries are distinct
-        return grads.mul_(per_copy[:, None]).to(copies.dtype), grad_weights.view(ctx.shape), None
+        return grad_copies, grad_weights.view(ctx.shape), None
 
 
 def weighted_unpermute(copies: Tensor, weights: Tensor, plan: Permutation) -> Tensor:

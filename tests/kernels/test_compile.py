@@ -12,7 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from typer.testing import CliRunner
 
 from pithtrain.ops.fp8 import Quantised, RowBlocks, quantise, quantise_weight
-from pithtrain.ops.kernels import fp8, fp8_gemm, swiglu, use_triton
+from pithtrain.ops.kernels import cross_entropy, fp8, fp8_gemm, permute, router, swiglu, use_triton
+from pithtrain.ops.permute import plan
 from spec.kernels import OPERATORS, SHARED_LIMIT, Operator, Shape, compile_operator, roofline
 from typer_cli.main import app
 
@@ -53,6 +54,19 @@ def type_of(argument: object) -> str:
     return "fp32" if isinstance(argument, float) else "i32"
 
 
+def launch_memory_bound(x: torch.Tensor) -> None:
+    """x [133, 64]: rows, or two copies of each of 66 rows and one of the last."""
+    swiglu.swiglu_triton(x.clone().requires_grad_()).sum().backward()
+    ids = torch.tensor([[0, 1]] * 66 + [[1, -1]])
+    permutation = plan(ids, 2, 133)
+    permute.sum_copies_triton(x, permutation, None)
+    permute.sum_copies_triton(x, permutation, x[:, 0].float())
+    permute.spread_triton(x, permutation, x, x[:, 0].float())
+    router.topk_lowest_index_triton(torch.randn(3, 100), 2)
+    for scale in (None, 0.5):
+        cross_entropy.chunk_loss_triton(torch.randn(3, 100), torch.zeros(3, dtype=torch.int64), scale)
+
+
 def test_launches_are_those_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launchers hand to Triton, in bf16: types, constants and parameters are those of OPERATORS."""
     seen = {}
@@ -75,14 +89,16 @@ def test_launches_are_those_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -
     fp8_gemm.add_weight_gradient_triton(torch.zeros(2, 64, 64), columns, columns, blocks)
     mx = Quantised(rows.values, torch.ones(133, 4, dtype=torch.uint8))
     fp8_gemm.multiply_mx_triton(mx, mx, torch.bfloat16)
-    swiglu.swiglu_triton(x.requires_grad_()).sum().backward()
+    launch_memory_bound(x)
     for operator in OPERATORS:
         launch = seen.pop((operator.kernel.__name__, *operator.constants.values()))
         assert launch == (operator.types, operator.constants, operator.launch), operator.name
     assert not seen
 
 
-@pytest.mark.parametrize("module", [fp8, fp8_gemm, swiglu], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [cross_entropy, fp8, fp8_gemm, permute, router, swiglu], ids=lambda module: module.__name__
+)
 def test_every_kernel_is_an_operator(module: ModuleType) -> None:
     here = {name for name, item in vars(module).items() if isinstance(item, JITFunction) and name.endswith("_kernel")}
     listed = {row.kernel.__name__ for row in OPERATORS if row.kernel.__module__ == module.__name__}

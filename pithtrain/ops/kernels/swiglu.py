@@ -1,4 +1,4 @@
-"""Triton kernels of SwiGLU, forward and backward: arithmetic in fp32, one rounding to the output's dtype."""
+"""Triton kernels of SwiGLU, forward and backward, a part of one row a program. In fp32, rounded once at the end."""
 
 import math
 from typing import Any
@@ -9,15 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-SWIGLU = {"ROWS": 8, "TILE": 256, "num_warps": 8, "num_stages": 1}
-
-
-@triton.jit
-def _tile(num_rows, features, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """This program's rows and features, and which of them exist."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    feature = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
-    return row, feature, (row < num_rows) & (feature < features)
+SWIGLU = {"TILE": 1024, "num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
@@ -27,29 +19,28 @@ def _clamp(gate, up, limit):
 
 
 @triton.jit
-def swiglu_kernel(gate_up, output, num_rows, features, alpha, limit, shift, ROWS: tl.constexpr, TILE: tl.constexpr):
-    row, feature, mask = _tile(num_rows, features, ROWS, TILE)
-    at = gate_up + row * 2 * features + feature
-    gate, up = _clamp(tl.load(at, mask).to(tl.float32), tl.load(at + features, mask).to(tl.float32), limit)
+def swiglu_kernel(gate_up, output, features, alpha, limit, shift, TILE: tl.constexpr):
+    row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at, known = gate_up + row * 2 * features + feature, feature < features
+    gate, up = _clamp(tl.load(at, known).to(tl.float32), tl.load(at + features, known).to(tl.float32), limit)
     result = gate * tl.sigmoid(alpha * gate) * (up + shift)
-    tl.store(output + row * features + feature, result.to(output.dtype.element_ty), mask)
+    tl.store(output + row * features + feature, result.to(output.dtype.element_ty), known)
 
 
 @triton.jit
-def swiglu_backward_kernel(
-    gate_up, grad, grad_gate_up, num_rows, features, alpha, limit, shift, ROWS: tl.constexpr, TILE: tl.constexpr
-):
-    row, feature, mask = _tile(num_rows, features, ROWS, TILE)
-    at = row * 2 * features + feature
-    kind: tl.constexpr = grad_gate_up.dtype.element_ty
-    raw_gate, raw_up = tl.load(gate_up + at, mask).to(tl.float32), tl.load(gate_up + at + features, mask).to(tl.float32)
-    upstream = tl.load(grad + row * features + feature, mask).to(tl.float32)
-    gate, up = _clamp(raw_gate, raw_up, limit)
+def swiglu_backward_kernel(gate_up, grad, grad_gate_up, features, alpha, limit, shift, TILE: tl.constexpr):
+    row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at, known = row * 2 * features + feature, feature < features
+    gate, up = tl.load(gate_up + at, known).to(tl.float32), tl.load(gate_up + at + features, known).to(tl.float32)
+    upstream = tl.load(grad + row * features + feature, known).to(tl.float32)
+    upstream_gate = tl.where(gate > limit, 0.0, upstream)
+    upstream_up = tl.where((up > limit) | (up < -limit), 0.0, upstream)
+    gate, up = _clamp(gate, up, limit)
     sigmoid = tl.sigmoid(alpha * gate)
-    grad_gate = upstream * (up + shift) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
-    tl.store(grad_gate_up + at, tl.where(raw_gate > limit, 0.0, grad_gate).to(kind), mask)
-    grad_up = tl.where((raw_up > limit) | (raw_up < -limit), 0.0, upstream * gate * sigmoid)
-    tl.store(grad_gate_up + at + features, grad_up.to(kind), mask)
+    grad_gate = upstream_gate * (up + shift) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+    tl.store(grad_gate_up + at, grad_gate.to(grad_gate_up.dtype.element_ty), known)
+    grad_up = upstream_up * gate * sigmoid
+    tl.store(grad_gate_up + at + features, grad_up.to(grad_gate_up.dtype.element_ty), known)
 
 
 class _SwiGLU(Function):
@@ -58,23 +49,17 @@ class _SwiGLU(Function):
         gate_up, features = gate_up.contiguous(), gate_up.shape[-1] // 2
         ctx.save_for_backward(gate_up)
         output = gate_up.new_empty(*gate_up.shape[:-1], features)
-        ctx.scalars = output.numel() // features, features, alpha, limit, shift
-        if output.numel():
-            swiglu_kernel[_grid(output)](gate_up, output, *ctx.scalars, **SWIGLU)
+        ctx.grid = output.numel() // features, triton.cdiv(features, SWIGLU["TILE"])
+        ctx.scalars = features, alpha, limit, shift
+        swiglu_kernel[ctx.grid](gate_up, output, *ctx.scalars, **SWIGLU)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (gate_up,), grad = ctx.saved_tensors, grad.contiguous()
+        (gate_up,) = ctx.saved_tensors
         grad_gate_up = torch.empty_like(gate_up)
-        if grad.numel():
-            swiglu_backward_kernel[_grid(grad)](gate_up, grad, grad_gate_up, *ctx.scalars, **SWIGLU)
+        swiglu_backward_kernel[ctx.grid](gate_up, grad.contiguous(), grad_gate_up, *ctx.scalars, **SWIGLU)
         return grad_gate_up, None, None, None
-
-
-def _grid(output: Tensor) -> tuple[int, int]:
-    features = output.shape[-1]
-    return triton.cdiv(output.numel() // features, SWIGLU["ROWS"]), triton.cdiv(features, SWIGLU["TILE"])
 
 
 def swiglu_triton(gate_up: Tensor, alpha: float = 1.0, limit: float = math.inf, shift: float = 0.0) -> Tensor:
