@@ -29,11 +29,9 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, 
 
 
 class MetricsWriter:
-    """Appends records to `folder`/metrics.jsonl, each flushed as it is written.
-
-    Opening it drops the lines after `resume_step` (all of them at 0), and a last line cut short by a kill, in one
-    rename. JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", which
-    `float` reads back.
+    """Appends records to `folder`/metrics.jsonl, each flushed as it is written. Opening it drops the lines after
+    `resume_step` (all of them at 0), and a last line cut short by a kill, in one rename. JSON has no NaN or infinity:
+    they are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads back.
     """
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
@@ -57,9 +55,8 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of `folder`/metrics.jsonl in order, without a last line that was cut short.
-
-    Raises ValueError, naming the line, where an earlier one is not a record.
+    """The records of `folder`/metrics.jsonl in order, without a last line that was cut short; ValueError, naming the
+    line, where an earlier one is not a record.
     """
     path = folder / METRICS_NAME
     whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
@@ -81,9 +78,8 @@ def _line(record: Record) -> str:
 
 
 class Display:
-    """Shows a run while it goes: a live line on a terminal, else plain lines. Use as a context.
-
-    A plain line is printed for the first step, every `every` steps, the last step and each validation.
+    """Shows a run while it goes: a live line on a terminal, else a plain line for the first step, every `every` steps,
+    the last step and each validation. Use as a context.
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, every: int = 10, console: Console | None = None) -> None:

@@ -120,9 +120,8 @@ def _problem(path: Path, record: Record, read: bool) -> str | None:
 
 
 def verify(checkpoint: Path, ranks: Ranks, *, checksums: bool = True) -> dict[str, Record]:
-    """Collective. The manifest's records, or ValueError naming the same files on every rank if any is not as recorded.
-
-    Sizes are compared by every rank; each file is read and summed by one.
+    """Collective. The manifest's records, or ValueError naming the same files on every rank if any is not as recorded;
+    sizes are compared by every rank, each file is read and summed by one.
     """
     records = ranks.together(checkpoint / MANIFEST, lambda: read_manifest(checkpoint))
     found = {

@@ -59,10 +59,8 @@ def load(
 
 
 def import_weights(folder: Path, state: ModelState, family: Family, ranks: Ranks = ONE_RANK) -> dict[str, Tensor]:
-    """Collective. Load only the weights of a model folder, released or our own; returns its routing biases.
-
-    A released folder has config.json and one or more safetensors files in fp32, bf16 or fp16, cast to fp32.
-    Raises ValueError as `load` does.
+    """Collective. Load only the weights of a model folder, released or our own; returns its routing biases. A released
+    folder has config.json and safetensors in fp32, bf16 or fp16, cast to fp32. Raises ValueError as `load` does.
     """
     if (folder / files.MANIFEST).exists():
         return load(folder, state, family, ranks, moments=())[1]
@@ -71,10 +69,9 @@ def import_weights(folder: Path, state: ModelState, family: Family, ranks: Ranks
 
 
 def export(checkpoint: Path, out: Path, *, drop_biases: bool = False) -> str:
-    """Copy a checkpoint's Hugging Face part to a new folder; returns what was done and what was left out.
-
-    Needs no mesh. Raises ValueError when the checkpoint is not whole, when `out` exists, or, unless
-    `drop_biases`, when routing biases that are not zero would be lost.
+    """Copy a checkpoint's Hugging Face part to a new folder; returns what was done and what was left out. Raises
+    ValueError when the checkpoint is not whole, when `out` exists, or, unless `drop_biases`, when routing biases that
+    are not zero would be lost.
     """
     files.verify(checkpoint, ONE_RANK)
     if out.exists():

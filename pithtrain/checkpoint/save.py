@@ -16,7 +16,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pithtrain.checkpoint import folder as files
-from pithtrain.checkpoint.folder import Record
 from pithtrain.checkpoint.state import MOMENTS, ONE_RANK, WEIGHT, Family, ModelState, Ranks, TrainState, family_shapes
 
 _ASIDE = ".tmp-"  # prefix of unfinished and of discarded folders; the next save removes what it finds
@@ -104,9 +103,8 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _copy(state: ModelState, family: Family, kinds: Sequence[str], ranks: Ranks, max_bytes: int) -> Contents:
-    """Collective. Copies of this rank's files of tensors, by name; rank 0 has the indexes too.
-
-    One whole parameter is held at a time beside them.
+    """Collective. This rank's files of tensors, copied, by name, one whole parameter held beside them; on rank 0 the
+    indexes too.
     """
     shapes = family_shapes(state, family)
     plan = files.plan_files(shapes, max_bytes)
@@ -147,17 +145,16 @@ def _write(partial: Path, contents: Contents, rank: int) -> None:
 
 
 def _publish(final: Path, ranks: Ranks, keep: int) -> None:
-    """Rank 0 writes the manifest, makes everything durable, gives the folder its name, removes old checkpoints.
-
-    An earlier one of the same step is set aside, under a name that `latest` knows, until the new one stands.
+    """Rank 0 writes the manifest, makes everything durable, gives the folder its name, removes old checkpoints. An
+    earlier one of the same step is set aside, under a name that `latest` knows, until the new one stands.
     """
     if ranks.rank != 0:
         return
     partial, old = _partial(final), final.with_name(f"{final.name}.old")
-    records: dict[str, Record] = {}
+    records: dict[str, files.Record] = {}
     for rank in range(ranks.world):
         written = partial / f"pith/written-{rank:05d}.json"
-        records |= {name: Record(*record) for name, record in json.loads(written.read_bytes()).items()}
+        records |= {name: files.Record(*record) for name, record in json.loads(written.read_bytes()).items()}
         written.unlink()
     files.write_file(partial / files.MANIFEST, files.manifest_json(records))
     for folder in {(partial / name).parent for name in records}:
@@ -172,9 +169,8 @@ def _publish(final: Path, ranks: Ranks, keep: int) -> None:
 
 
 def _prune(published: Path, keep: int) -> None:
-    """Remove checkpoints older than the newest `keep` whole ones, counted back from the one just published.
-
-    Later steps, left by a run that was resumed from an earlier one, stay until the run has passed them.
+    """Remove checkpoints older than the newest `keep` whole ones, counted back from the one just published. Later
+    steps, left by a run that was resumed from an earlier one, stay until the run has passed them.
     """
     folders = files.step_folders(published.parent)
     kept = 1

@@ -126,10 +126,9 @@ def validation_batches(
     data_rank: int = 0,
     data_ranks: int = 1,
 ) -> Iterator[Batch]:
-    """The first `limit` samples (all by default) in the order of the data, never shuffled.
-
-    Batch k is samples [k B, (k + 1) B), of which `data_rank` gets its slice of B / data_ranks. The last batch is filled
-    up with padding whose labels are ignored, so every rank gets equally many batches of equal shape.
+    """The first `limit` samples (all by default) in the order of the data, never shuffled. Batch k is samples
+    [k B, (k + 1) B), of which `data_rank` gets its slice of B / data_ranks. The last batch is filled up with padding
+    whose labels are ignored, so every rank gets equally many batches of equal shape.
     """
     import torch
 

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ class SplitWriter:
     def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
         folder.mkdir(parents=True)
         self._folder, self._tokenizer, self._shard_tokens = folder, tokenizer, shard_tokens
-        self._counts: Counter[str] = Counter()
+        self._counts = dict.fromkeys(("num_documents", "num_empty", "num_invalid"), 0)
         self._texts: list[str] = []
         self._num_characters = 0
         self._tokens: Tokens = np.empty(0, dtype=tokenizer.dtype)
@@ -99,7 +98,7 @@ class SplitWriter:
 
     def add(self, text: str | None) -> None:
         """Takes the next document, None where its text is not valid."""
-        self._counts["invalid" if text is None else "documents" if text else "empty"] += 1
+        self._counts["num_invalid" if text is None else "num_documents" if text else "num_empty"] += 1
         if text:
             self._texts.append(text)
             self._num_characters += len(text)
@@ -112,8 +111,8 @@ class SplitWriter:
         counts, tokenizer = self._counts, self._tokenizer
         if not self._shards:
             raise ValueError(
-                f"the {self._folder.name} split has no tokens ({counts['empty']} empty and {counts['invalid']} invalid "
-                "documents fell into it); give more text, or change holdout"
+                f"the {self._folder.name} split has no tokens ({counts['num_empty']} empty and {counts['num_invalid']} "
+                "invalid documents fell into it); give more text, or change holdout"
             )
         index = Index(
             tokenizer=tokenizer.name,
@@ -123,10 +122,8 @@ class SplitWriter:
             vocab_size=tokenizer.vocab_size,
             end_of_document=tokenizer.end_of_document,
             num_tokens=sum(shard.num_tokens for shard in self._shards),
-            num_documents=counts["documents"],
-            num_empty=counts["empty"],
-            num_invalid=counts["invalid"],
             shards=tuple(self._shards),
+            **counts,
         )
         fields = {"format": FORMAT, **dataclasses.asdict(index)}
         text = json.dumps({**fields, "checksum": _checksum(fields)}, indent=1, sort_keys=True) + "\n"

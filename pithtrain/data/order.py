@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 48
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
@@ -17,7 +16,7 @@ UInt64 = NDArray[np.uint64]
 
 def mix(values: UInt64) -> UInt64:
     """The finaliser of splitmix64: a bijection of 64-bit words in which every bit depends on every bit."""
-    values = values + _GOLDEN
+    values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,7 +1,4 @@
-"""`prepare`: text files become a dataset folder that is whole or absent.
-
-Everything is written in a hidden folder beside `out` and published by one rename.
-"""
+"""`prepare`: text files become a dataset, written in a hidden folder beside `out` and published by one rename."""
 
 import hashlib
 import json
@@ -57,11 +54,9 @@ def prepare(
     """Tokenizes `sources` into `out`/train, and into `out`/validation the documents held out.
 
     `tokenizer`, `end_token`: as in `open_tokenizer`; `suffixes`, `exclude`: as in `find_files`; `invalid`: as in
-    `documents`. `holdout`: the share of documents held out, chosen by a hash of their keys, in [0, 1). Empty
-    documents are left out and counted, as are invalid ones.
-
-    A whole dataset of the same inputs at `out` is left as it is; anything else there raises ValueError and is never
-    replaced.
+    `documents`. `holdout`: the share of documents held out, chosen by a hash of their keys, in [0, 1). Empty and
+    invalid documents are left out and counted. A whole dataset of the same inputs at `out` is left as it is; anything
+    else there raises ValueError and is never replaced.
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"holdout must be a share of the documents in [0, 1), got {holdout}")

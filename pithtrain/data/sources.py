@@ -24,10 +24,9 @@ class Document(NamedTuple):
 
 
 def find_files(sources: Sequence[Path], suffixes: Sequence[str], exclude: Sequence[str]) -> Files:
-    """Every file: sources in the given order, each folder's files sorted by name.
-
-    A source that is a file is taken whatever its suffix. Folders whose own name is in `exclude` are not entered;
-    links to folders are not followed. Raises ValueError for a missing source, no file, or a file met twice.
+    """Every file: sources in the given order, each folder's files sorted by name. A source that is a file is taken
+    whatever its suffix. Folders whose own name is in `exclude` are not entered; links to folders are not followed.
+    Raises ValueError for a missing source, no file, or a file met twice.
     """
     found: Files = []
     for source in sources:
@@ -59,10 +58,8 @@ def _walk(source: Path, suffixes: tuple[str, ...], exclude: Sequence[str]) -> Fi
 
 
 def documents(files: Files, invalid: Invalid) -> Iterator[Document]:
-    """The documents in the order of `files`, one in memory at a time.
-
-    Raises ValueError naming file and line where a line is no document, or where text is not UTF-8 and `invalid` does
-    not ask to skip it.
+    """The documents in the order of `files`, one in memory at a time; ValueError naming file and line where a line is
+    no document, or where text is not UTF-8 and `invalid` does not ask to skip it.
     """
     for path, name in files:
         if path.suffix != ".jsonl":

@@ -50,32 +50,23 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
         if end_token is not None:
             raise ValueError(f"end_token {end_token!r}: the bytes tokenizer ends documents with id 256; leave it out")
         return Tokenizer("bytes", hashlib.sha256(b"pith bytes 1").hexdigest(), 257, 256)
+    import tokenizers
+
     path, end_token = Path(name), end_token or "<|endoftext|>"
     if not path.is_file():
         raise ValueError(f"tokenizer {name!r} is neither 'bytes' nor a file; give the path of a tokenizer.json")
     data = path.read_bytes()
-    loaded = _load(path, data)
+    problem = "is not valid JSON"
+    try:
+        content = json.loads(data)
+        problem = "cannot be read" if isinstance(content, dict) and "model" in content else "has no 'model'"
+        loaded = tokenizers.Tokenizer.from_buffer(data)
+    except ValueError as error:
+        raise ValueError(f"tokenizer {path} {problem} ({error}); give a `tokenizers` tokenizer.json") from None
+    loaded.encode_special_tokens = True  # every token of a text and nothing else
+    loaded.no_truncation()
+    loaded.no_padding()
     vocab = loaded.get_vocab(with_added_tokens=True)
     if end_token not in vocab:
         raise ValueError(f"{path} has no token {end_token!r} to end a document; name one that it has as end_token")
     return Tokenizer(path.name, hashlib.sha256(data).hexdigest(), max(vocab.values()) + 1, vocab[end_token], loaded)
-
-
-def _load(path: Path, data: bytes) -> Any:
-    """The `tokenizers` object of a file's content, set to return every token of a text and nothing else."""
-    import tokenizers
-
-    try:
-        content = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"tokenizer {path} is not valid JSON ({error}); give a tokenizer.json") from None
-    if not isinstance(content, dict) or "model" not in content:
-        raise ValueError(f"tokenizer {path} is JSON but has no 'model'; give a `tokenizers` tokenizer.json")
-    try:
-        loaded = tokenizers.Tokenizer.from_buffer(data)
-    except ValueError as error:
-        raise ValueError(f"tokenizer {path} cannot be read ({error}); give a tokenizer.json") from None
-    loaded.encode_special_tokens = True
-    loaded.no_truncation()
-    loaded.no_padding()
-    return loaded
