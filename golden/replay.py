@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from golden.cases import Case, Layout
 from golden.trace import Costs, Step, Trace
@@ -24,6 +23,8 @@ from pithtrain.parallel.shard import Shard
 from pithtrain.parallel.transport import AllReduce, Kind, Transport
 from pithtrain.train.checkpoints import ShardState
 
+Meshes = dict[tuple[int, int, int, int], Mesh]
+
 
 class CountCosts(TorchDispatchMode):
     """While it is entered: counts matrix products and their FLOPs, 2 x rows x inner x columns each, and the bytes of
@@ -32,8 +33,8 @@ class CountCosts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = self.flops = self.peak_bytes = 0
-        self._alive: dict[int, int] = {}  # id of a storage -> its bytes
+        self.products = self.flops = self.bytes = self.peak_bytes = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = PRODUCTS.get(func.overloadpacket.__name__)
@@ -42,17 +43,24 @@ class CountCosts(TorchDispatchMode):
             self.products += 1
             self.flops += 2 * left.numel() * right.shape[-1]
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
+        for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor):
                 self._note(value.untyped_storage())
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         """torch keeps a storage's object, and so its id, for as long as the storage lives."""
-        if id(storage) not in self._alive:
-            self._alive[id(storage)] = storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
-            weakref.finalize(storage, self._alive.pop, id(storage))
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+
+        def forget(_: object) -> None:
+            del self._alive[key]
+            self.bytes -= size
+
+        self._alive[key] = weakref.ref(storage, forget)
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1)}  # operator -> its two operands
@@ -80,19 +88,22 @@ def batches(case: Case, dataset: SyntheticDataset, layout: Layout, mesh: Mesh, i
     ]
 
 
-def make_trainee(case: Case, layout: Layout, transport: Transport) -> tuple[step.Trainee, Optimizer]:
-    """A model of the case on the layout's mesh, values zero, and its optimizer."""
-    mesh = make_mesh(pp=layout.pp, dp=layout.dp, ep=layout.ep)
+def make_trainee(case: Case, layout: Layout, transport: Transport, meshes: Meshes) -> tuple[step.Trainee, Optimizer]:
+    """A model of the case on the layout's mesh, values zero, and its optimizer. meshes: those this world has made."""
+    sizes = layout.pp, layout.dp, 1, layout.ep
+    if sizes not in meshes:
+        meshes[sizes] = make_mesh(*sizes)
+    mesh = meshes[sizes]
     trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"), layout.execution)
     return trainee, make_optimizer(case, trainee.shard)
 
 
-def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
+def replay(case: Case, layout: Layout, num_steps: int, folder: Path, meshes: Meshes) -> Trace:
     """The trace of the case's first `num_steps` steps on the layout's mesh. folder: for its checkpoint, if any."""
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")
     transport = Transport()
-    trainee, optimizer = make_trainee(case, layout, transport)
+    trainee, optimizer = make_trainee(case, layout, transport, meshes)
     trainee.shard.initialise(case.seed)
     dataset = make_dataset(case)
     bias = torch.zeros(trainee.num_sparse_layers, case.arch.num_experts) if case.bias_rate else None
@@ -100,7 +111,9 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path) -> Trace:
     for index in range(num_steps):
         if index and index == layout.resumes_after:
             place, layout = folder / str(layout), layout.resumes_as or layout
-            trainee, optimizer, bias = through_checkpoint(case, layout, trainee, optimizer, updates, bias, place)
+            trainee, optimizer, bias = through_checkpoint(
+                case, layout, trainee, optimizer, updates, bias, place, meshes
+            )
         parts = batches(case, dataset, layout, trainee.mesh, index)
         if index == 0:
             with CountCosts() as counter:
@@ -123,6 +136,7 @@ def through_checkpoint(
     updates: int,
     bias: torch.Tensor | None,
     folder: Path,
+    meshes: Meshes,
 ) -> tuple[step.Trainee, Optimizer, torch.Tensor | None]:
     """Saves the run and loads it into a new model on the layout's mesh, as the trainer does."""
     mesh, transport = trainee.mesh, trainee.transport
@@ -139,7 +153,7 @@ def through_checkpoint(
     saver.save(ShardState(trainee.shard, optimizer), family, TrainState(updates, updates, 0, 0), biases)
     path = saver.wait()
     assert path is not None, "the checkpoint was not published"
-    trainee, optimizer = make_trainee(case, layout, transport)
+    trainee, optimizer = make_trainee(case, layout, transport, meshes)
     _, loaded = load(path, ShardState(trainee.shard, optimizer), family, ranks, moments=moments)
     trainee.shard.gather()
     return trainee, optimizer, None if bias is None else torch.stack([loaded[layer] for layer in layers])
@@ -199,4 +213,5 @@ def total_costs(counter: CountCosts, transport: Transport, mesh: Mesh) -> Costs:
 
 def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int, folder: Path) -> list[Trace]:
     """Several replays in one world, whose size all their layouts have. folder: for their checkpoints."""
-    return [replay(case, layout, num_steps, folder / case.name) for case, layout in jobs]
+    meshes: Meshes = {}
+    return [replay(case, layout, num_steps, folder / case.name, meshes) for case, layout in jobs]

@@ -31,6 +31,7 @@ from pithtrain.parallel.world import WorldError, run_world
 
 AGREE, DIFFER, COULD_NOT_CHECK = 0, 1, 2
 WORLD_SECONDS = 300  # a world takes about one on an idle machine; a crowded one is no difference
+PRELOAD = ("golden.replay", "torch._dynamo")  # the second for counting: seconds in every rank otherwise
 SPEC = Path(__file__).parents[1] / "spec"
 Item = tuple[Case, Layout]
 Replayed = dict[Item, Trace | str]  # the trace, or why there is none
@@ -85,7 +86,7 @@ def replay_world(items: list[Item], num_steps: int) -> Replayed:
     with tempfile.TemporaryDirectory() as folder:
         job = (tuple(items), num_steps, Path(folder))
         try:
-            traces = run_world(size, replay_layouts, *job, seconds=WORLD_SECONDS, preload=["golden.replay"])[0]
+            traces = run_world(size, replay_layouts, *job, seconds=WORLD_SECONDS, preload=PRELOAD)[0]
         except WorldError as error:
             return dict.fromkeys(items, str(error))
     return dict(zip(items, traces, strict=True))

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-# torch imports the second at the first backward pass, for most of a second in every rank
-PRELOAD = ("pithtrain.step", "torch.fx.experimental.symbolic_shapes")
+# each rank would import the first again, and torch the last at the first backward pass, for most of a second
+PRELOAD = ("__main__", "pithtrain.step", "torch.fx.experimental.symbolic_shapes")
 
 
 class WorldError(RuntimeError):
