@@ -27,7 +27,7 @@ from golden.cases import LAYOUT_STEPS, Case, Layout, select
 from golden.compare import Comparison, Difference, compare, compare_costs
 from golden.replay import replay_layouts
 from golden.trace import Golden, Trace, TraceError
-from pithtrain.parallel.world import WorldError, run_world
+from golden.world import WorldError, run_world
 
 AGREE, DIFFER, COULD_NOT_CHECK = 0, 1, 2
 WORLD_SECONDS = 300  # a world takes about one on an idle machine; a crowded one is no difference

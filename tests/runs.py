@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from golden.world import run_world
 from pithtrain.config import load
 from pithtrain.data import prepare
-from pithtrain.parallel.world import run_world
 from pithtrain.step import Trainee
 from pithtrain.train import loop, main
 from pithtrain.train.plan import make_plan

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from golden.world import run_world
 from pithtrain.checkpoint import ONE_RANK
 from pithtrain.config import ConfigError, load, parse
 from pithtrain.data import validation_batches
@@ -17,7 +18,6 @@ from pithtrain.metrics import read_metrics
 from pithtrain.optim import LearningRate
 from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.transport import Transport
-from pithtrain.parallel.world import run_world
 from pithtrain.step import Trainee, build, evaluate
 from pithtrain.train import dry_run, main
 from pithtrain.train.checkpoints import Checkpoints

@@ -6,11 +6,11 @@ import torch
 
 from golden.cases import CASES, Case, Layout
 from golden.replay import batches, make_dataset, make_trainee, take
+from golden.world import run_world
 from pithtrain.checkpoint import Ranks, Saver, TrainState, load
 from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.ops.host import read_ints
 from pithtrain.parallel.transport import AllReduce, Transport
-from pithtrain.parallel.world import run_world
 from pithtrain.train.checkpoints import ShardState
 
 [CASE] = [case for case in CASES if case.name == "dense-tied-sgd"]  # odd sizes: slices cut through parameters

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from golden.world import run_world
 from pithtrain.ops.permute import sum_copies
 from pithtrain.parallel.expert import (
     Route,
@@ -24,7 +25,6 @@ from pithtrain.parallel.expert import (
 from pithtrain.parallel.mesh import Mesh, make_mesh
 from pithtrain.parallel.tape import drive
 from pithtrain.parallel.transport import Transport
-from pithtrain.parallel.world import run_world
 
 E, K, D = 12, 3, 5
 TOKENS = (17, 0, 1, 30)  # of each rank: one has none

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from golden.world import run_world
 from pithtrain.layers.balance import BalanceKind, Objective
-from pithtrain.parallel.world import run_world
 from tests.agreement import TOLERANCE, assert_agree, relative_difference
 from tests.distributed.comparison import Results, check, same_bytes, tensors
 from tests.distributed.layouts import Case, Layout, Run, run_layout

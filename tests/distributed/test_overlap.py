@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from golden.world import run_world
 from pithtrain import step
 from pithtrain.data import Batch
 from pithtrain.layers.balance import Objective
@@ -23,7 +24,6 @@ from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.pipeline.schedule import Pair, Schedule, actions
 from pithtrain.parallel.tape import Phase
 from pithtrain.parallel.transport import AllReduce, AllToAll, Counts, Pending, Request, Transport
-from pithtrain.parallel.world import run_world
 from tests.distributed.layouts import ARCH
 
 PRELOAD = ["tests.distributed.test_overlap"]

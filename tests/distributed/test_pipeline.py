@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from golden.world import run_world
 from pithtrain.layers.balance import BalanceKind, Objective
 from pithtrain.parallel.pipeline.schedule import ScheduleKind
-from pithtrain.parallel.world import run_world
 from pithtrain.passes import Recompute
 from pithtrain.step import Execution
 from tests.agreement import TOLERANCE, assert_agree, relative_difference

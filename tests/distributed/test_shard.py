@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from golden.world import run_world
 from pithtrain.ops.parameter import ParameterSpec, initial_values
 from pithtrain.parallel.mesh import make_mesh
 from pithtrain.parallel.shard import Loan, Shard
 from pithtrain.parallel.transport import Transport
-from pithtrain.parallel.world import run_world
 from tests.agreement import assert_close
 
 SPECS = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from golden.world import WorldError, run_world
 from pithtrain.parallel.mesh import Axis, make_mesh
 from pithtrain.parallel.transport import AllReduce, AllToAll, Counts, Pending, Receive, Record, Request, Send, Transport
-from pithtrain.parallel.world import WorldError, run_world
 
 PRELOAD = ["tests.distributed.test_transport"]
 SEND = [[2, 0], [3, 1]]  # rows from one rank of the expert axis to the other: SEND[from][to]
