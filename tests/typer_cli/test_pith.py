@@ -80,6 +80,9 @@ def test_help_takes_at_most_two_and_a_half_times_importing_typer() -> None:
         "spec",
         "spec check",
         "spec schema",
+        "schedule",
+        "timeline",
+        "ops",
     ],
 )
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
