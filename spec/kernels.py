@@ -203,7 +203,7 @@ OPERATORS = (
     Operator(
         "loss and gradient", chunk_loss, cross_entropy.chunk_loss_kernel, cross_entropy.CHUNK_LOSS,
         types(fp32="logits losses", longs="labels", i32="vocabulary", scalar="scale"),
-        lambda at: (0, at.tokens * 12 * at.vocabulary), {"GRADIENT": True}, ("vocabulary",), LOGARITHM,
+        lambda at: (0, at.tokens * 8 * at.vocabulary), {"GRADIENT": True}, ("vocabulary",), LOGARITHM,
     ),
 )  # fmt: skip
 

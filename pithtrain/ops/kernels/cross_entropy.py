@@ -36,6 +36,7 @@ def chunk_loss_kernel(logits, labels, losses, scale, vocabulary, GRADIENT: tl.co
 
 def chunk_loss_triton(logits: Tensor, labels: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
     """`chunk_loss`, the gradient in the logits' place."""
+    assert logits.is_contiguous() and labels.is_contiguous(), "expected logits and labels to be contiguous"
     losses, gradient = logits.new_empty(logits.shape[0]), scale is not None
     chunk_loss_kernel[logits.shape[0],](logits, labels, losses, scale or 0.0, logits.shape[1], gradient, **CHUNK_LOSS)
     return losses.sum(), logits if gradient else None
