@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from golden.synthetic import SyntheticDataset
 from pithtrain import step
-from pithtrain.data import Batch, SyntheticDataset
+from pithtrain.data import Batch
 from pithtrain.layers.balance import Objective
 from pithtrain.models.architecture import Architecture
 from pithtrain.models.qwen3_moe import Qwen3MoE

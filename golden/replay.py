@@ -11,10 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from golden.cases import Case, Layout
+from golden.synthetic import SyntheticDataset
 from golden.trace import Costs, Step, Trace
 from pithtrain import step
 from pithtrain.checkpoint import Ranks, Saver, TrainState, load
-from pithtrain.data import Batch, SyntheticDataset
+from pithtrain.data import Batch
 from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.ops.host import read_floats, read_ints
 from pithtrain.optim import SGD, AdamW, Optimizer

@@ -20,16 +20,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from pithtrain.data import (
-    IGNORED_LABEL,
-    Dataset,
-    Samples,
-    SyntheticDataset,
-    bigram_entropy,
-    prepare,
-    synthetic_tokens,
-    validation_batches,
-)
+from golden.synthetic import SyntheticDataset, synthetic_tokens
+from pithtrain.data import IGNORED_LABEL, Dataset, Samples, bigram_entropy, prepare, validation_batches
 from pithtrain.data.index import check_shards, read_index
 from pithtrain.data.order import sample_indices
 from pithtrain.data.sources import documents
@@ -71,7 +63,7 @@ def counting(tmp_path: Path) -> Dataset:
     text = bytes((i * 7) % 251 % 128 for i in range(999))
     write_files(tmp_path / "counting", {"a.txt": text})
     prepare([tmp_path / "counting"], tmp_path / "counted", shard_tokens=64)
-    return Dataset.open(tmp_path / "counted" / "train", seed=3)
+    return Dataset(tmp_path / "counted" / "train", seed=3)
 
 
 # Preparing
@@ -79,7 +71,7 @@ def counting(tmp_path: Path) -> Dataset:
 
 def test_tokens_are_the_files_in_name_order_each_with_its_end(source: Path, tmp_path: Path) -> None:
     info = prepare([source], tmp_path / "out")
-    dataset = Dataset.open(tmp_path / "out" / "train")
+    dataset = Dataset(tmp_path / "out" / "train")
     expected = [token for name in ("a.txt", "aa/c.txt", "b.txt") for token in tokens_of(TEXTS[name])]
     assert stored_tokens(dataset) == expected
     assert info.created and info.validation is None and not (tmp_path / "out" / "validation").exists()
@@ -93,7 +85,7 @@ def test_json_lines_are_documents_and_a_named_file_needs_no_suffix(tmp_path: Pat
     write_files(tmp_path, {"data.jsonl": lines, "notes.rst": "plain"})
     info = prepare([tmp_path / "notes.rst", tmp_path / "data.jsonl"], tmp_path / "out")
     expected = tokens_of("plain") + tokens_of("one") + tokens_of("día 😀")
-    assert stored_tokens(Dataset.open(tmp_path / "out" / "train")) == expected
+    assert stored_tokens(Dataset(tmp_path / "out" / "train")) == expected
     assert (info.train.num_documents, info.train.num_empty, info.train.num_invalid) == (3, 1, 0)
 
 
@@ -141,7 +133,7 @@ def test_holding_out_goes_by_name_and_covers_every_document_once(tmp_path: Path)
         assert 35 <= info.validation.num_documents <= 85
         held.append(info.validation.num_documents)
     assert held[0] == held[1]
-    splits = [stored_tokens(Dataset.open(tmp_path / f"out-{tmp_path.name}" / s)) for s in ("train", "validation")]
+    splits = [stored_tokens(Dataset(tmp_path / f"out-{tmp_path.name}" / s)) for s in ("train", "validation")]
     stored = [name for tokens in splits for name in bytes(t % END for t in tokens).decode().split("\0") if name]
     assert sorted(stored) == names
 
@@ -150,7 +142,7 @@ def test_a_shard_boundary_is_not_seen(source: Path, tmp_path: Path) -> None:
     stored = []
     for size in (1, 2, 5, 1000):
         prepare([source], tmp_path / f"out{size}", shard_tokens=size)
-        dataset = Dataset.open(tmp_path / f"out{size}" / "train")
+        dataset = Dataset(tmp_path / f"out{size}" / "train")
         assert len(dataset.index.shards) == math.ceil(dataset.num_tokens / size)
         stored.append(dataset.read(np.arange(dataset.num_samples(3)), 3).tolist())
     assert stored[0] == stored[1] == stored[2] == stored[3]
@@ -173,7 +165,7 @@ def test_a_tokenizers_file_gives_its_own_ids_and_end(words: Path, tmp_path: Path
     source = write_files(tmp_path / "source", {"a.txt": "one three two one", "b.txt": "two <|endoftext|>"})
     info = prepare([source], tmp_path / "out", str(words))
     end = tokenizers.Tokenizer.from_file(str(words)).token_to_id("<|endoftext|>")
-    stored = stored_tokens(Dataset.open(tmp_path / "out" / "train"))
+    stored = stored_tokens(Dataset(tmp_path / "out" / "train"))
     assert stored[:5] == [1, 70_000, 2, 1, end]  # not cut to the 2 tokens that the file asks for
     assert stored.count(end) == 2  # the text "<|endoftext|>" ends no document
     assert info.train.dtype == "uint32" and info.train.vocab_size == 70_001
@@ -206,7 +198,7 @@ def test_text_that_is_not_utf8_is_refused_or_skipped(tmp_path: Path) -> None:
         prepare([source], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     info = prepare([source], tmp_path / "skipped", invalid="skip")
-    assert stored_tokens(Dataset.open(tmp_path / "skipped" / "train")) == tokens_of("fine")
+    assert stored_tokens(Dataset(tmp_path / "skipped" / "train")) == tokens_of("fine")
     assert (info.train.num_documents, info.train.num_invalid) == (1, 1)
     assert "1 not valid UTF-8" in str(info)
 
@@ -234,7 +226,7 @@ def test_a_json_line_that_is_not_utf8_is_named_or_skipped(tmp_path: Path, line: 
     with pytest.raises(ValueError, match=r"a\.jsonl line 2: the text is not valid UTF-8"):
         prepare([source], tmp_path / "out")
     prepare([source], tmp_path / "out", invalid="skip")
-    assert stored_tokens(Dataset.open(tmp_path / "out" / "train")) == tokens_of("good")
+    assert stored_tokens(Dataset(tmp_path / "out" / "train")) == tokens_of("good")
 
 
 def test_impossible_inputs_are_refused(source: Path, tmp_path: Path) -> None:
@@ -325,7 +317,7 @@ def test_two_processes_preparing_one_folder_leave_one_whole_dataset(tmp_path: Pa
         process.join(60)
     assert sum(created) == 1
     for split in ("train", "validation"):
-        dataset = Dataset.open(tmp_path / "out" / split)
+        dataset = Dataset(tmp_path / "out" / split)
         check_shards(dataset.folder, dataset.index, content=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
@@ -338,13 +330,13 @@ def test_a_truncated_or_changed_shard_is_named(counting: Dataset) -> None:
     data = shard.read_bytes()
     shard.write_bytes(data[:-2])
     with pytest.raises(ValueError, match=r"shard-00002\.bin has 126 bytes, the index says 128.*prepare"):
-        Dataset.open(counting.folder)
+        Dataset(counting.folder)
     shard.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     with pytest.raises(ValueError, match=r"shard-00002\.bin: its checksum"):
         check_shards(counting.folder, counting.index, content=True)
     shard.unlink()
     with pytest.raises(ValueError, match=r"shard-00002\.bin is missing"):
-        Dataset.open(counting.folder)
+        Dataset(counting.folder)
 
 
 @pytest.mark.parametrize(
@@ -363,14 +355,14 @@ def test_a_changed_index_is_refused(counting: Dataset, old: str, new: str, messa
     assert old in text
     index.write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=rf"index\.json.*{message}.*prepare"):
-        Dataset.open(counting.folder)
+        Dataset(counting.folder)
 
 
 def test_a_folder_that_is_no_split_says_what_to_do(counting: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name one of them"):
-        Dataset.open(counting.folder.parent)
+        Dataset(counting.folder.parent)
     with pytest.raises(ValueError, match="is not a token dataset"):
-        Dataset.open(tmp_path / "absent")
+        Dataset(tmp_path / "absent")
     assert read_index(counting.folder) == counting.index
 
 
@@ -529,7 +521,7 @@ def test_bigram_entropy_is_that_of_the_pair_counts(counting: Dataset, tmp_path: 
     expected = -sum(c * math.log(c / firsts[a]) for (a, _), c in pairs.items()) / (len(tokens) - 1)
     assert bigram_entropy(counting) == pytest.approx(expected, rel=1e-12) and expected > 0.01
     prepare([write_files(tmp_path / "ab", {"a.txt": "ab" * 5000})], tmp_path / "abs")
-    assert bigram_entropy(Dataset.open(tmp_path / "abs" / "train")) < 0.002
+    assert bigram_entropy(Dataset(tmp_path / "abs" / "train")) < 0.002
 
 
 def test_bigram_entropy_counts_pairs_across_chunks(counting: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,6 +387,7 @@ def _bytes_held(run: Path, overrides: list[str]) -> dict[str, int]:
     return {
         "values": sum(bucket.values.nbytes for bucket in shard.buckets.values()),
         "gradients": sum(bucket.grads.nbytes for bucket in shard.buckets.values()),
+        "masters": 0,
         "moments": sum(part.nbytes for flat in moments for part in flat.values()),
     }
 

@@ -107,9 +107,8 @@ def _load_tensors(folder: Path, kinds: Sequence[str], state: ModelState, family:
 def _scatter(kind: str, slices: Mapping[str, Any], state: ModelState, family: Family) -> None:
     for name in filter(state.holds, state.names()):
         experts = state.local_experts(name)
-        part = None if experts is None else slice(experts.start, experts.stop)
         tensor = family.names.from_family(name, experts, lambda theirs: slices[theirs][:].to(torch.float32))
-        state.scatter(kind, name, part, tensor)
+        state.scatter(kind, name, tensor)
 
 
 def _check_config(path: Path, family: Family) -> None:

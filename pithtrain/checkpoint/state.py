@@ -25,8 +25,8 @@ class ModelState(Protocol):
     def gather(self, kind: str, name: str) -> Tensor:
         """Collective. The whole tensor (all experts), fp32, on the CPU, on every rank."""
 
-    def scatter(self, kind: str, name: str, expert: slice | None, tensor: Tensor) -> None:
-        """Local. Keep what this rank owns of the tensor: all of it, or only the experts in the slice."""
+    def scatter(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Local. Keep what this rank owns of the tensor, which holds all of it or its `local_experts`."""
 
     def holds(self, name: str) -> bool:
         """Whether this rank keeps anything of `name`."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pithtrain.data.index import Index, check_shards, read_index
+from pithtrain.data.index import check_shards, read_index
 from pithtrain.data.order import Int64, sample_indices
 
 if TYPE_CHECKING:
@@ -87,19 +87,14 @@ class Samples(ABC):
 class Dataset(Samples):
     """One split of a prepared folder, mapped into memory and never written: any number of jobs may share it."""
 
-    def __init__(self, folder: Path, index: Index, seed: int) -> None:
-        super().__init__(index.vocab_size, seed)
-        self.folder, self.index, self.num_tokens = folder, index, index.num_tokens
-        dtype = np.dtype(index.dtype).newbyteorder("<")
-        self._shards = [np.memmap(folder / shard.file, dtype=dtype, mode="r") for shard in index.shards]
-        self._starts = [0, *accumulate(shard.num_tokens for shard in index.shards)]
-
-    @classmethod
-    def open(cls, folder: Path, seed: int = 0) -> Dataset:
-        """Opens `folder`; ValueError, naming the file and the remedy, where its index or a shard's size is wrong."""
-        index = read_index(folder)
-        check_shards(folder, index)
-        return cls(folder, index, seed)
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        """Raises ValueError, naming the file and the remedy, where the folder's index or a shard's size is wrong."""
+        self.folder, self.index = folder, read_index(folder)
+        check_shards(folder, self.index)
+        super().__init__(self.index.vocab_size, seed)
+        self.num_tokens, dtype = self.index.num_tokens, np.dtype(self.index.dtype).newbyteorder("<")
+        self._shards = [np.memmap(folder / shard.file, dtype=dtype, mode="r") for shard in self.index.shards]
+        self._starts = [0, *accumulate(shard.num_tokens for shard in self.index.shards)]
 
     def num_samples(self, sequence_length: int) -> int:
         """Windows of S + 1 tokens at stride S; up to S tokens at the end are in none."""

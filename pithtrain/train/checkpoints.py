@@ -32,7 +32,7 @@ class ShardState:
     def gather(self, kind: str, name: str) -> Tensor:
         return self.shard.whole(self._flat(kind), name)
 
-    def scatter(self, kind: str, name: str, expert: slice | None, tensor: Tensor) -> None:
+    def scatter(self, kind: str, name: str, tensor: Tensor) -> None:
         self.shard.keep(self._flat(kind), name, tensor)
 
     def local_experts(self, name: str) -> range | None:

@@ -56,9 +56,9 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     if problems := check_files(cfg):
         raise ConfigError(refusal(source, problems))
     arch = _try(problems, lambda: load_architecture(str(cfg.model.config)))
-    train = _try(problems, lambda: Dataset.open(cfg.data.train, cfg.train.seed))
+    train = _try(problems, lambda: Dataset(cfg.data.train, cfg.train.seed))
     held_out = cfg.data.validation
-    validation = None if held_out is None else _try(problems, lambda: Dataset.open(held_out))
+    validation = None if held_out is None else _try(problems, lambda: Dataset(held_out))
     problems += check_places(cfg)
     if arch is not None and train is not None:
         problems += check_run(cfg, arch, world_size, train, validation)

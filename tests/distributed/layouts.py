@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from golden.synthetic import synthetic_tokens
 from pithtrain import step
-from pithtrain.data import IGNORED_LABEL, Batch, synthetic_tokens
+from pithtrain.data import IGNORED_LABEL, Batch
 from pithtrain.layers.balance import Objective
 from pithtrain.layers.router import Replayed
 from pithtrain.models.architecture import Architecture

@@ -7,7 +7,7 @@ them. No text or random number library is involved, so golden traces can be made
 
 import numpy as np
 
-from pithtrain.data.dataset import IGNORED_LABEL, Samples
+from pithtrain.data import IGNORED_LABEL, Samples
 from pithtrain.data.order import Int64, mix, seed_word
 
 STEPS = np.array([1, 3, 7, 12], dtype=np.uint64)
