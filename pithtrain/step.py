@@ -102,7 +102,7 @@ def place(
     transport: Transport,
     device: torch.device,
     execution: Execution,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[int, range], Shard]:
     """The layers of each stage of this rank, and storage for their parameters."""
     rank_of = make_schedule(execution.schedule, mesh.pp.size, 1, execution.chunks).rank_of

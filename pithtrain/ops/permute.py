@@ -46,6 +46,11 @@ def plan(slots: Tensor, num_slots: int, num_copies: int) -> Permutation:
     return Permutation(entries, entries // slots.shape[1], copies, per_row.cumsum(0) - per_row)
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in fp32, or as it is where that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def gather_rows(x: Tensor, plan: Permutation) -> Tensor:
     """x [R, D] -> copies [N, D]."""
     return x.index_select(0, plan.rows)
@@ -60,7 +65,7 @@ def sum_copies(copies: Tensor, plan: Permutation, weights: Tensor | None = None)
     if copies.shape[0] == 0:
         return copies.new_zeros(plan.starts.shape[0], copies.shape[1])
     per_sample = None if weights is None else weights.index_select(0, plan.copies)
-    summed = F.embedding_bag(plan.copies, copies.float(), plan.starts, mode="sum", per_sample_weights=per_sample)
+    summed = F.embedding_bag(plan.copies, wide(copies), plan.starts, mode="sum", per_sample_weights=per_sample)
     return summed.to(copies.dtype)
 
 
@@ -70,8 +75,8 @@ def spread(grad: Tensor, plan: Permutation, copies: Tensor, weights: Tensor) -> 
         from pithtrain.ops.kernels.permute import spread_triton
 
         return spread_triton(grad, plan, copies, weights)
-    grads = gather_rows(grad, plan).float()
-    weight_grads = torch.linalg.vecdot(copies.float(), grads)
+    grads = wide(gather_rows(grad, plan))
+    weight_grads = torch.linalg.vecdot(wide(copies), grads)
     return grads.mul_(weights[:, None]).to(copies.dtype), weight_grads
 
 

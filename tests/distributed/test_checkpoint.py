@@ -20,7 +20,7 @@ BASE: Case = CASES[0]
 def save_after_a_step(case: Case, layout: Layout, source: Path | None, folder: Path) -> None:
     """On every rank: loads `source`, or trains one step, then saves the model to `folder`."""
     transport = Transport()
-    trainee, optimizer = make_trainee(case, layout, transport)
+    trainee, optimizer = make_trainee(case, layout, transport, {})
     mesh = trainee.mesh
 
     def agree(ok: bool) -> bool:
