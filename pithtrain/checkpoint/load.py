@@ -19,7 +19,7 @@ from pithtrain.models.names import Shape
 
 # keys of config.json that do not change what the weights compute
 _FREE_CONFIG_KEYS = {"architectures", "torch_dtype", "initializer_range", "max_position_embeddings"}
-_DTYPES = ("F32", "BF16", "F16")
+_RELEASED = ("F32", "BF16", "F16")  # what import takes
 _OTHERWISE = "make the run's model the same, or name another folder"
 
 
@@ -54,7 +54,7 @@ def load(
     if not verified:
         files.verify(checkpoint, ranks)
     saved = ranks.together(checkpoint, lambda: (TrainState.read(checkpoint / files.STATE), _read_biases(checkpoint)))
-    _load_tensors(checkpoint, (WEIGHT, *moments), state, family, ranks)
+    _load_tensors(checkpoint, (WEIGHT, *moments), state, family, ranks, dtypes=("F32",))
     return saved
 
 
@@ -64,7 +64,7 @@ def import_weights(folder: Path, state: ModelState, family: Family, ranks: Ranks
     """
     if (folder / files.MANIFEST).exists():
         return load(folder, state, family, ranks, moments=())[1]
-    _load_tensors(folder, (WEIGHT,), state, family, ranks)
+    _load_tensors(folder, (WEIGHT,), state, family, ranks, _RELEASED)
     return {}
 
 
@@ -95,11 +95,13 @@ def _read_biases(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / files.BIASES) if files.BIASES in files.read_manifest(checkpoint) else {}
 
 
-def _load_tensors(folder: Path, kinds: Sequence[str], state: ModelState, family: Family, ranks: Ranks) -> None:
+def _load_tensors(
+    folder: Path, kinds: Sequence[str], state: ModelState, family: Family, ranks: Ranks, dtypes: Sequence[str]
+) -> None:
     """Collective. Check that all kinds' tensors are this model's, then hand `state` this rank's part of each."""
     shapes = family_shapes(state, family)
     ranks.together(folder, lambda: _check_config(folder / files.CONFIG, family))
-    found = ranks.together(folder, lambda: {kind: _find(folder, kind, shapes) for kind in kinds})
+    found = ranks.together(folder, lambda: {kind: _find(folder, kind, shapes, dtypes) for kind in kinds})
     for kind, slices in found.items():
         ranks.together(folder, partial(_scatter, kind, slices, state, family))
 
@@ -124,7 +126,7 @@ def _check_config(path: Path, family: Family) -> None:
         raise ValueError(f"{path}: another model's: {what}; {_OTHERWISE}")
 
 
-def _find(folder: Path, kind: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+def _find(folder: Path, kind: str, shapes: Mapping[str, Shape], dtypes: Sequence[str]) -> dict[str, Any]:
     """A kind's tensors by family name, as unread slices; ValueError unless they are this model's."""
     slices = {}
     for path in _paths(folder, kind):
@@ -139,8 +141,8 @@ def _find(folder: Path, kind: str, shapes: Mapping[str, Shape]) -> dict[str, Any
             shape, dtype = tuple(slices[name].get_shape()), slices[name].get_dtype()
             if shape != shapes.get(name, shape):
                 raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(shapes[name])}; {_OTHERWISE}")
-            if dtype not in _DTYPES:
-                raise ValueError(f"{path}: {name} has dtype {dtype}, expected one of {list(_DTYPES)}; convert it first")
+            if dtype not in dtypes:
+                raise ValueError(f"{path}: {name} has dtype {dtype}, expected one of {list(dtypes)}; convert it first")
     missing, extra = sorted(shapes.keys() - slices.keys()), sorted(slices.keys() - shapes.keys())
     if missing or extra:
         raise ValueError(

@@ -225,6 +225,16 @@ def test_our_own_checkpoint_imports_with_its_biases(whole):
     assert state.differences(kinds=("weight",)) == [] and torch.equal(biases["layers.0"], BIAS)
 
 
+def test_a_checkpoint_of_ours_in_half_precision_is_refused(copy):
+    """Masters and moments are fp32: what has lost its low bits cannot go on exactly."""
+    file = next(copy.glob("optimizer/exp_avg_sq-00001*"))
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    state = FakeState(World(1), 0, 1)
+    with pytest.raises(ValueError, match="has dtype BF16, expected one of \\['F32'\\]"):
+        load(copy, state, family(), verified=True)
+    assert not state.parts
+
+
 def test_a_checkpoint_without_moments_says_so_when_they_are_wanted(tmp_path, whole):
     state = FakeState(World(1), 0, 1)
     with pytest.raises(ValueError, match="no momentum_buffer to load"):
