@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pithtrain.ops.kernels import use_triton
+from pithtrain.ops.wide import wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,6 @@ def plan(slots: Tensor, num_slots: int, num_copies: int) -> Permutation:
     copies = torch.argsort(entries)  # entries ascend row by row, so this lists copies row by row
     per_row = (slots >= 0).sum(1)
     return Permutation(entries, entries // slots.shape[1], copies, per_row.cumsum(0) - per_row)
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in fp32, or as it is where that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def gather_rows(x: Tensor, plan: Permutation) -> Tensor:

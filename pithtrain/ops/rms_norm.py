@@ -11,22 +11,23 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pithtrain.ops.parameter import Weight
+from pithtrain.ops.wide import wide
 
 
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        values = wide(x)
+        scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, scale)
         ctx.weight = weight
-        normed: Tensor = wide * scale
+        normed: Tensor = values * scale
         return normed.mul_(weight.value).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, scale = ctx.saved_tensors
-        normed, grad = x.float() * scale, grad.float()
+        normed, grad = wide(x) * scale, wide(grad)
         flat_grad, flat_normed = grad.reshape(-1, grad.shape[-1]), normed.reshape(-1, x.shape[-1])
         ctx.weight.grad.add_((flat_grad * flat_normed).sum(0))
         grad_normed = grad * ctx.weight.value

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from pithtrain.ops.wide import wide
+
 
 def rope_tables(num_positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [S, head_dim / 2] fp32, computed in fp64: angle = position / theta^(2i / head_dim)."""
@@ -16,8 +18,9 @@ def rope_tables(num_positions: int, head_dim: int, theta: float, device: torch.d
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """x [B, S, H, head_dim] turned by the tables' angles (sign 1) or back (sign -1), computed in fp32."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.empty_like(x, dtype=torch.float32)
+    values = wide(x)
+    first, second = values.chunk(2, dim=-1)
+    turned = torch.empty_like(values)
     turned_first, turned_second = turned.chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-sign)

@@ -12,20 +12,22 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pithtrain.ops.kernels import use_triton
+from pithtrain.ops.wide import wide
 
 
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = wide(gate_up).chunk(2, dim=-1)
         return F.silu(gate).mul_(up).to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        (gate, up), grad = gate_up.float().chunk(2, dim=-1), grad.float()
-        grad_gate_up = torch.empty_like(gate_up, dtype=torch.float32)
+        values, grad = wide(gate_up), wide(grad)
+        gate, up = values.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(values)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(grad, F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
@@ -51,6 +53,6 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         from pithtrain.ops.kernels.swiglu import swiglu_triton
 
         return swiglu_triton(gate_up, alpha, limit, 1.0)
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
