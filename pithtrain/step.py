@@ -224,7 +224,7 @@ class _Work:
         assert all(other.tokens.shape == batch.tokens.shape for other in self.batches), "micro-batches of one shape"
         self.schedule = schedule
         shape = *batch.tokens.shape, trainee.arch.hidden_size
-        like = torch.empty(shape, dtype=dtype_of(trainee.precision), device=trainee.device)
+        like = torch.empty((), dtype=dtype_of(trainee.precision), device=trainee.device).expand(shape)  # no storage
         execute(schedule, self, trainee.mesh, trainee.transport, like, trainee.observe)
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Pass[Tensor | None]:

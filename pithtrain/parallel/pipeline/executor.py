@@ -55,13 +55,13 @@ class Post:
 
     def post(self, transfer: Transfer) -> None:
         """Starts to receive."""
-        peer = self.schedule.rank_of[transfer.stage + (-1 if transfer.kind == "hidden" else 1)]
-        receive = Receive(torch.empty_like(self.like), peer, self.mesh.back_from(peer))
+        peer = self.schedule.rank_of[transfer.source]
+        receive = Receive(self.like.new_empty(self.like.shape), peer, self.mesh.back_from(peer))
         self.posted[transfer] = self.transport.launch(receive)
 
     def take(self, transfer: Transfer) -> Tensor | None:
         """Waits for a message; None where no stage sends it."""
-        if not 0 <= transfer.stage + (-1 if transfer.kind == "hidden" else 1) < len(self.schedule.rank_of):
+        if not 0 <= transfer.source < len(self.schedule.rank_of):
             return None
         if transfer in self.handed:
             return self.handed.pop(transfer)
@@ -111,7 +111,7 @@ def connect(rank_of: Sequence[int], mesh: Mesh, device: torch.device) -> None:
 def execute(schedule: Schedule, work: Work, mesh: Mesh, transport: Transport, like: Tensor, observe: Observe) -> None:
     """Runs this rank's steps in order. like: a tensor of the shape, dtype and device of every message.
 
-    The passes of a Pair run in turn, the backward first: it is the longer one.
+    The passes of a Pair run in turn, the backward first: what it leaves for later fills behind its exchanges.
     """
     rank, post = mesh.pp.index, Post(schedule, mesh, transport, like, observe)
     for step, arriving in zip(schedule.steps[rank], arrivals(schedule, rank), strict=True):

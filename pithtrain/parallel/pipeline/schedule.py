@@ -14,6 +14,7 @@ ranks that DeepSeek's DualPipe describes.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple, cast
 
 ScheduleKind = Literal["1f1b", "interleaved", "zbv", "dualpipev"]
@@ -53,6 +54,11 @@ class Transfer(NamedTuple):
     kind: Literal["hidden", "grad"]
     stage: int
     microbatch: int
+
+    @property
+    def source(self) -> int:
+        """The stage that sends it, if there is one."""
+        return self.stage + (-1 if self.kind == "hidden" else 1)
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
@@ -109,6 +115,7 @@ def stage_ranks(kind: ScheduleKind, num_ranks: int, num_chunks: int) -> tuple[in
     return down + down[::-1] if kind in ("zbv", "dualpipev") else down * num_chunks
 
 
+@cache  # every step asks for the same one
 def make_schedule(kind: ScheduleKind, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
     """The table of `kind` for any number of ranks and micro-batches from 1 up.
 
@@ -258,6 +265,7 @@ def _content(action: Action) -> Literal["hidden", "grad"]:
     return "hidden" if action.kind == "F" else "grad"
 
 
+@cache
 def arrivals(schedule: Schedule, rank: int) -> tuple[tuple[Transfer, ...], ...]:
     """For each step of `rank`, the receives that are posted before it runs.
 
