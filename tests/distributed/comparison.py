@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agreement import TOLERANCE, assert_agree
+from tests.agreement import TOLERANCE, assert_agree, relative_difference
 
 Results = dict[str, Any]
 
@@ -27,6 +27,16 @@ def check(got: Results, expected: Results, what: str) -> float:
     for name, square in expected["square_norms"].items():
         assert got["square_norms"][name] == pytest.approx(square, rel=2 * TOLERANCE, abs=0), f"{what}: {name}"
     return assert_agree(tensors(got["grads"]), tensors(expected["grads"]), what)
+
+
+def check_run(got: Results, expected: Results, initial: Results, what: str) -> None:
+    """One run of several steps against another: biases exactly, losses and weights, every one of which has moved."""
+    what = f"{what} (smallest top-k gap {expected['gap']:.1e})"
+    same_bytes(got["bias"], expected["bias"], f"{what}: expert bias")
+    assert got["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE, abs=0), what
+    assert_agree(tensors(got["weights"]), tensors(expected["weights"]), what)
+    for name, start in tensors(initial).items():
+        assert relative_difference(torch.from_numpy(got["weights"][name]), start) > 0, f"{name} did not move"
 
 
 def same_bytes(got: Any, expected: Any, what: str) -> None:

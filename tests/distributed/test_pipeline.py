@@ -8,15 +8,13 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 
 from golden.world import run_world
 from pithtrain.layers.balance import BalanceKind, Objective
 from pithtrain.parallel.pipeline.schedule import ScheduleKind
 from pithtrain.passes import Recompute
 from pithtrain.step import Execution
-from tests.agreement import TOLERANCE, assert_agree, relative_difference
-from tests.distributed.comparison import Results, check, same_bytes, tensors
+from tests.distributed.comparison import Results, check, check_run, same_bytes
 from tests.distributed.layouts import DEEP_TIED, Case, Layout, Run, run_layout
 
 ONE = Layout(arch=DEEP_TIED)
@@ -71,13 +69,7 @@ def test_balance_losses(worlds: dict[Layout, Results], layout: Layout, kind: Bal
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_steps_move_weights_and_biases_as_on_one_rank(worlds: dict[Layout, Results], layout: Layout) -> None:
     """On each rank that borrows the embedding it is its owner's to the bit after them."""
-    got, expected = worlds[layout]["runs"][RUN], worlds[ONE]["runs"][RUN]
-    what = f"{layout} (smallest top-k gap {expected['gap']:.1e})"
-    same_bytes(got["bias"], expected["bias"], f"{what}: expert bias")
-    assert got["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE, abs=0), what
-    assert_agree(tensors(got["weights"]), tensors(expected["weights"]), what)
-    for name, start in tensors(worlds[ONE]["initial"]).items():
-        assert relative_difference(torch.from_numpy(got["weights"][name]), start) > 0, f"{name} did not move"
+    check_run(worlds[layout]["runs"][RUN], worlds[ONE]["runs"][RUN], worlds[ONE]["initial"], str(layout))
     ends_apart = layout.execution.schedule in ("1f1b", "interleaved")
     assert worlds[layout]["borrowed"] == ends_apart, "the V kinds have both ends on one rank"
 

@@ -1,12 +1,13 @@
 """The tables: every count gives a valid one; where torch has the same schedule, the same one."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 from torch.distributed.pipelining import schedules as torchs
 
+from pithtrain.config.sections import PipelineConfig
 from pithtrain.parallel.pipeline.schedule import (
     LOOKAHEAD,
     Action,
@@ -248,3 +249,8 @@ def test_tables_are_torchs_where_torch_has_them(
     for ranks, n in counts:
         table = make_schedule(kind, ranks, n, chunks)
         assert [[str(step) for step in row] for row in table.steps] == torch_rows(name, ranks, n, chunks), (ranks, n)
+
+
+@pytest.mark.parametrize("kind", get_args(ScheduleKind))
+def test_the_config_counts_a_schedules_stages_as_its_table_does(kind: ScheduleKind) -> None:
+    assert PipelineConfig(schedule=kind).num_chunks == make_schedule(kind, 2, 4).num_chunks
