@@ -20,8 +20,9 @@ def ops(
 ) -> None:
     """Show every operator with a kernel: what the kernel takes on each GPU, and what the operator costs.
 
-    Kernels are compiled here, without a GPU, as they are launched. Costs are of the experts' first product (hidden to
-    twice the expert hidden size); times are computed from data sheets, not measured.
+    Kernels are compiled here, without a GPU, as they are launched. Costs of products are of the experts' first (hidden
+    to twice the expert hidden size), others of one layer or of the loss; times are computed from data sheets, not
+    measured.
     """
     from importlib.util import find_spec
 

@@ -114,7 +114,9 @@ def test_a_folder_without_spec_is_no_checkout(checkout: Path) -> None:
         find_root(checkout)
 
 
-@pytest.mark.parametrize("command", ["verify", "mutants", "bench", "spec check", "spec schema --write"])
+@pytest.mark.parametrize(
+    "command", ["verify", "mutants", "bench", "schedule 1f1b", "spec check", "spec schema --write"]
+)
 def test_outside_a_checkout_the_remedy_is_given(command: str, tmp_path: Path) -> None:
     result = pith(*command.split(), cwd=tmp_path)
     assert result.returncode == 2
