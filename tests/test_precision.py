@@ -60,7 +60,9 @@ def test_masters_move_where_values_cannot(precision: Precision) -> None:
 
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("execution", [step.Execution("zbv"), step.Execution(recompute="layer")], ids=str)
-def test_deferral_and_recomputation_change_the_order_of_sums_alone(precision: Precision, execution: step.Execution) -> None:
+def test_deferral_and_recomputation_change_the_order_of_sums_alone(
+    precision: Precision, execution: step.Execution
+) -> None:
     expected, got = one_step(trainee_in(precision)), one_step(trainee_in(precision, execution))
     assert got.loss == expected.loss
     for name, flat in expected.flat.items():
