@@ -4,6 +4,8 @@ Every rank of a world calls `replay` with the same arguments; all return the sam
 """
 
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +23,7 @@ from pithtrain.ops.host import read_floats, read_ints
 from pithtrain.optim import SGD, AdamW, Optimizer
 from pithtrain.parallel.mesh import AxisName, Mesh, make_mesh
 from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.tape import Phase, Result
 from pithtrain.parallel.transport import AllReduce, Kind, Transport
 from pithtrain.train.checkpoints import ShardState
 
@@ -29,12 +32,14 @@ Meshes = dict[tuple[int, int, int, int], Mesh]
 
 class CountCosts(TorchDispatchMode):
     """While it is entered: counts matrix products and their FLOPs, 2 x rows x inner x columns each, and the bytes of
-    storage made in it that are alive, at most.
+    storage made in it that are alive, at most. As a step's observer it leaves the step's own parts out of the bytes:
+    the threads of a reduction let go of its buffers when they will.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.products = self.flops = self.bytes = self.peak_bytes = 0
+        self._counts_bytes = True
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,9 +50,17 @@ class CountCosts(TorchDispatchMode):
             self.flops += 2 * left.numel() * right.shape[-1]
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor):
+            if self._counts_bytes and isinstance(value, torch.Tensor):
                 self._note(value.untyped_storage())
         return result
+
+    def observe(self, name: str, phase: Phase, run: Callable[[], Result], /) -> Result:
+        """An `Observe`."""
+        self._counts_bytes = phase != "step"
+        try:
+            return run()
+        finally:
+            self._counts_bytes = True
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         """torch keeps a storage's object, and so its id, for as long as the storage lives."""
@@ -118,7 +131,8 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path, meshes: Mes
         parts = batches(case, dataset, layout, trainee.mesh, index)
         if index == 0:
             with CountCosts() as counter:
-                update = take(case, trainee, optimizer, parts, index, updates, bias)
+                observed = replace(trainee, observe=counter.observe)
+                update = take(case, observed, optimizer, parts, index, updates, bias)
             costs = total_costs(counter, transport, trainee.mesh)
         else:
             update = take(case, trainee, optimizer, parts, index, updates, bias)

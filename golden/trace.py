@@ -33,7 +33,7 @@ class Step:
 class Costs:
     """What the first step took: matrix products and their FLOPs, and collectives, "kind axis" -> (calls, bytes), of all
     ranks together; and the most bytes that what a rank made in it held at once (activations, gradients of them,
-    messages), on the rank where that is most.
+    messages) while the schedule ran, on the rank where that is most.
     """
 
     products: int
