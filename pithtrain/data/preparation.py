@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
 from pithtrain.data.index import FORMAT, Index, SplitWriter, check_shards, read_index
 from pithtrain.data.sources import Document, Files, Invalid, documents, find_files
 from pithtrain.data.tokenizer import open_tokenizer
@@ -94,6 +92,8 @@ def prepare(
 
 def _read(files: Files, invalid: Invalid, inputs: "hashlib._Hash", progress: bool) -> Iterator[Document]:
     """The documents, each taken into `inputs` and shown as it passes."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not progress) as bar:
         line = bar.add_task("", total=sum(path.stat().st_size for path, _ in files))
