@@ -105,7 +105,7 @@ class Run:
 
     optimizer: str
     num_microbatches: int = 1
-    steps: int = 5
+    steps: int = 3
     lr: float = 1e-4
 
 

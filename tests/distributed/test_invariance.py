@@ -22,7 +22,7 @@ WHOLE = [Case(MIXED, n, bias=True) for n in COUNTS]
 PADDED = [Case(MIXED, n, padding=True) for n in (1, 4)]
 IDLE = [Case(MIXED, n, idle=True) for n in (1, 2)]
 KINDS: tuple[BalanceKind, ...] = ("sequence", "micro_batch", "global_batch")
-BALANCE = {kind: [Case(Objective(kind, 1.0, 0.1), n, labels=False, padding=True) for n in COUNTS] for kind in KINDS}
+BALANCE = {kind: [Case(Objective(kind, 1.0, 0.1), n, labels=False, padding=True) for n in (1, 4)] for kind in KINDS}
 CASES = [*PLAIN, *WHOLE, *PADDED, *IDLE, *(case for kind in KINDS for case in BALANCE[kind])]
 RUNS = [Run("adamw"), Run("sgd"), Run("adamw", 4)]
 
@@ -88,7 +88,7 @@ def test_balance_scopes_differ_only_where_they_should(worlds: dict[Layout, Resul
     value = {case: result["balance_loss"] for case, result in worlds[ONE]["cases"].items()}
     micro, whole = BALANCE["micro_batch"], BALANCE["global_batch"]
     assert value[micro[0]] == pytest.approx(value[whole[0]], rel=1e-6)
-    assert len({round(value[case], 4) for case in [*micro, *whole[1:]]}) == 5
+    assert len({round(value[case], 4) for case in [*micro, *whole[1:]]}) == 3
 
 
 def test_a_rank_without_tokens(worlds: dict[Layout, Results]) -> None:
@@ -115,4 +115,4 @@ def test_weights_after_steps_agree(worlds: dict[Layout, Results], layout: Layout
 def test_runs_repeat_bit_for_bit(worlds: dict[Layout, Results], layout: Layout) -> None:
     results = worlds[layout]
     same_bytes(results["again"], results["cases"][CASES[0]], f"{layout}: gradients")
-    same_bytes(results["run again"], results["runs"][RUNS[0]], f"{layout}: five steps")
+    same_bytes(results["run again"], results["runs"][RUNS[0]], f"{layout}: three steps")

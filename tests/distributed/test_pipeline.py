@@ -30,7 +30,7 @@ WHOLE = [Case(MIXED, 1, bias=True), Case(MIXED, 8, bias=True), Case(MIXED, 4, pa
 KINDS: tuple[BalanceKind, ...] = ("sequence", "micro_batch", "global_batch")
 BALANCE = {kind: Case(Objective(kind, 1.0, 0.1), 4, labels=False, padding=True) for kind in KINDS}
 CASES = [*WHOLE, *BALANCE.values()]
-RUN = Run("adamw", 4, steps=3)
+RUN = Run("adamw", 4)
 
 
 @pytest.fixture(scope="module")
