@@ -1,0 +1,60 @@
+"""Where the steps of a skill work, and how they start other processes."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from skills.frame import supervise
+
+TAIL = 2000  # characters of a failed command's output that are shown
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A tree to work in and a folder for results.
+
+    root: the checkout, or the copy of it that a skill which `writes` works in.
+    out: the folder of this run's results, runs/skills/<name>/<time> in the checkout; git ignores it. It exists.
+    held: file descriptors that stay open until every process started here is gone.
+    """
+
+    root: Path
+    out: Path
+    held: tuple[int, ...] = ()
+
+    def say(self, text: str) -> None:
+        """Progress, on stderr."""
+        print(text, file=sys.stderr, flush=True)
+
+    def run(self, *command: str, seconds: float) -> "subprocess.CompletedProcess[str]":
+        """Runs `python -m COMMAND...` in `root`, whose packages come first, and waits; its output is captured.
+
+        It ends, with all that it started, when `seconds` are over (returncode 124, and stderr says so), when it
+        returns, and when this process ends in whatever way. A skill starts no process in another way.
+        """
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        ours, theirs = os.pipe()
+        try:
+            return subprocess.run(
+                [sys.executable, "-I", supervise.__file__, str(seconds), str(ours), sys.executable, "-m", *command],
+                cwd=self.root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                pass_fds=(ours, *self.held),
+                start_new_session=True,
+                check=False,
+            )
+        finally:
+            os.close(theirs)
+            os.close(ours)
+
+    def failures(self, *command: str, seconds: float) -> list[str]:
+        """Runs a command as `run` does; empty when it returned 0, else what it said last: a postcondition."""
+        done = self.run(*command, seconds=seconds)
+        said = (done.stdout + done.stderr).strip()[-TAIL:]
+        return [f"`{' '.join(command)}` returned {done.returncode}, expected 0:\n{said}"] if done.returncode else []
