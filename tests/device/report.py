@@ -109,6 +109,8 @@ def run_section(section: Section, device: torch.device, small: bool, found: Mapp
     process.start()
     theirs.close()
     rows, problem = _collect(ours, started + section.seconds)
+    if not rows and not problem:
+        problem = "the section said nothing"
     if problem:
         process.join(1)  # gives a process that died the time to say of what
         rows.append(Row(section.name, "failed", note=f"{problem}; exit code {process.exitcode}"))
