@@ -174,25 +174,14 @@ def multiply_by_grouped_mm(x: Tensor, value: Tensor, groups: Groups) -> Tensor:
     return F.grouped_mm(x, value.transpose(-2, -1), offs=groups.ends)
 
 
-def add_weight_gradient_by_loop(buffer: Tensor, x: Tensor, grad: Tensor, groups: Groups) -> None:
-    """Adds each group's grad.T @ x to its slice of buffer [L, O, I]."""
-    parts = zip(buffer.unbind(0), x.split(groups.sizes), grad.split(groups.sizes), strict=True)
+def add_grouped_weight_gradient(weight: Weight, x: Tensor, grad: Tensor, groups: Groups) -> None:
+    """Adds each group's grad.T @ x to its slice of weight [L, O, I]; x [N, I], grad [N, O]. By a loop on every device:
+    torch's grouped kernel would round a micro-batch's gradient to bf16 before it is added.
+    """
+    parts = zip(weight.grad.unbind(0), x.split(groups.sizes), grad.split(groups.sizes), strict=True)
     for slot, rows, grads in parts:
         if rows.shape[0]:
             add_product(slot, grads.T, rows)
-
-
-def add_weight_gradient_by_grouped_mm(buffer: Tensor, x: Tensor, grad: Tensor, groups: Groups) -> None:
-    """The same by torch's grouped kernel. It zeroes the slices of empty groups itself."""
-    buffer.add_(F.grouped_mm(grad.T, x, offs=groups.ends))
-
-
-def add_grouped_weight_gradient(weight: Weight, x: Tensor, grad: Tensor, groups: Groups) -> None:
-    """Adds every group's weight gradient to the buffer of weight [L, O, I]; x [N, I], grad [N, O]."""
-    if grouped_mm_is_faster(x):
-        add_weight_gradient_by_grouped_mm(weight.grad, x, grad, groups)
-    else:
-        add_weight_gradient_by_loop(weight.grad, x, grad, groups)
 
 
 class _GroupedLinear(Function):

@@ -116,6 +116,7 @@ def _prepare_torch(plan: Plan, place: Place, device: torch.device) -> None:
     # else every new buffer is filled with NaN
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if cuda:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products add up in fp32
         torch.cuda.set_device(device)
     if place.world_size > 1:
         patience = timedelta(seconds=plan.cfg.train.hang_timeout + 30)  # the watch comes first: it says more
