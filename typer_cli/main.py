@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from typer_cli import bench, data, export, mutants, ops, schedule, spec, timeline, train, verify
+from typer_cli import bench, data, export, mutants, ops, schedule, skill, spec, timeline, train, verify
 
 app = typer.Typer(
     help="Train Mixture-of-Experts language models, and prove that the trainer is right.",
@@ -24,6 +24,7 @@ app.command("timeline")(timeline.timeline)
 app.command("ops")(ops.ops)
 app.command("bench")(bench.bench)
 app.add_typer(spec.app, name="spec")
+app.add_typer(skill.app, name="skill")
 
 
 def main() -> None:

@@ -63,7 +63,10 @@ class Skill(ABC, Generic[P, R]):
 
     @abstractmethod
     def preconditions(self, params: P, root: Path) -> list[Missing]:
-        """What the run needs and does not find, in the checkout at `root` or elsewhere. Looks, changes nothing."""
+        """What the run needs and does not find, in the checkout at `root` or elsewhere. Looks, changes nothing.
+
+        Raises ValueError where the parameters themselves are wrong.
+        """
 
     @abstractmethod
     def steps(self, params: P, workspace: "Workspace") -> R:

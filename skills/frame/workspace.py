@@ -35,23 +35,26 @@ class Workspace:
         returns, and when this process ends in whatever way. A skill starts no process in another way.
         """
         environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        ours, theirs = os.pipe()
-        try:
-            return subprocess.run(
-                [sys.executable, "-I", supervise.__file__, str(seconds), str(ours), sys.executable, "-m", *command],
-                cwd=self.root,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                pass_fds=(ours, *self.held),
-                start_new_session=True,
-                check=False,
-            )
-        finally:
-            os.close(theirs)
-            os.close(ours)
+        lifeline, ours = os.pipe()
+        with subprocess.Popen(
+            [sys.executable, "-I", supervise.__file__, str(seconds), str(lifeline), sys.executable, "-m", *command],
+            cwd=self.root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=(lifeline, *self.held),
+            start_new_session=True,
+        ) as supervisor:
+            os.close(lifeline)
+            try:
+                stdout, stderr = supervisor.communicate()
+            finally:  # interrupted or not: once the lifeline is closed, the supervisor ends all and returns
+                os.close(ours)
+                supervisor.wait()
+        return subprocess.CompletedProcess(command, supervisor.returncode, stdout, stderr)
 
     def failures(self, *command: str, seconds: float) -> list[str]:
         """Runs a command as `run` does; empty when it returned 0, else what it said last: a postcondition."""
