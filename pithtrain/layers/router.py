@@ -52,12 +52,7 @@ def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
         from pithtrain.ops.kernels.router import topk_lowest_index_triton
 
         return topk_lowest_index_triton(scores, k)
-    remaining, chosen = scores.clone(), []
-    for _ in range(k):
-        best = remaining.max(dim=-1, keepdim=True).indices  # torch promises the first of equal maxima
-        chosen.append(best)
-        remaining.scatter_(-1, best, -torch.inf)
-    return torch.cat(chosen, dim=-1)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def topk_gap(scores: Tensor, k: int) -> Tensor:

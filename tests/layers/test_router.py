@@ -87,9 +87,11 @@ def test_ties_go_to_the_lowest_expert() -> None:
     expected = [[0, 1, 2], [1, 3, 4], [2, 4, 0], [1, 0, 2]]
     assert topk_lowest_index(scores, 3).tolist() == expected
     assert topk_lowest_index(scores.repeat(60, 1), 3).tolist() == expected * 60
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randint(3, (500, 37), generator=generator).float()
-    assert torch.equal(topk_lowest_index(coarse, 9), coarse.sort(dim=-1, descending=True, stable=True).indices[:, :9])
+    coarse = torch.randint(3, (500, 37), generator=torch.Generator().manual_seed(0)).tolist()
+    ranked = [sorted(range(37), key=lambda expert: (-row[expert], expert))[:9] for row in coarse]
+    assert topk_lowest_index(torch.tensor(coarse, dtype=torch.float32), 9).tolist() == ranked
+    nothing_left = torch.tensor([[-torch.inf, -1.0, -torch.inf], [torch.nan, -0.0, 0.0]])
+    assert topk_lowest_index(nothing_left, 3).tolist() == [[1, 0, 2], [0, 1, 2]]
 
     router, x = new_router(6, 2), tokens()
     router.weight.value.zero_()  # every expert is as probable as every other

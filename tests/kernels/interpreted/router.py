@@ -27,8 +27,7 @@ def test_choice(num_experts: int, top_k: int) -> None:
     scores, expected = around[1:-1], topk_lowest_index(scores, top_k)
     got = topk_lowest_index_triton(scores, top_k)
     assert_distinct(got, num_experts)
-    named = [len(set(row)) == top_k for row in expected.tolist()]  # the reference repeats itself where -inf is left
-    assert torch.equal(got[named], expected[named]) and all(named[:8])
+    assert torch.equal(got, expected)
 
 
 def test_no_tokens_and_strides() -> None:
