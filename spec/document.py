@@ -35,6 +35,19 @@ class Statement(Strict):
     reference: Reference | None = None
 
 
+class ExpertType(Statement):
+    """A statement that experts of a type compute a formula: spec/formula.py says what one is. id: experts.<type>, with
+    hyphens for the type's underscores.
+    """
+
+    formula: Text
+    weights: Text
+
+    @property
+    def name(self) -> str:
+        return self.id.partition(".")[2].replace("-", "_")
+
+
 class Mutant(Strict):
     """A planted bug: ``text`` stands once in ``file`` and is replaced."""
 
@@ -130,6 +143,10 @@ class Document(Strict):
     rules: Rules | None
     problems: tuple[Problem, ...]
 
+    @property
+    def experts(self) -> tuple[ExpertType, ...]:
+        return tuple(statement for statement in self.statements if isinstance(statement, ExpertType))
+
 
 def read(root: Path) -> Document:
     """Read ``spec/*.toml`` and ``tests/mutants/*.toml`` under ``root``; malformed rows become problems."""
@@ -140,6 +157,7 @@ def read(root: Path) -> Document:
     for path, table in _tables(root / "spec", problems):
         where = path.relative_to(root).as_posix()
         here = _parse_all(Statement, table.pop("statement", []), where, problems)
+        here += _parse_all(ExpertType, table.pop("expert", []), where, problems)
         for statement in here:
             if not statement.id.startswith(path.stem + "."):
                 problems.append(Problem(where=where, what=f"id {statement.id}, expected {path.stem}.<slug>"))
@@ -147,7 +165,7 @@ def read(root: Path) -> Document:
         if path.stem == "architecture":
             rules = next(iter(_parse_all(Rules, [table], where, problems)), None)
         elif table:
-            what = f"unknown tables {sorted(table)}, expected [[statement]]"
+            what = f"unknown tables {sorted(table)}, expected [[statement]] and [[expert]]"
             problems.append(Problem(where=where, what=what))
     for path, table in _tables(root / "tests" / "mutants", problems):
         mutants += _parse_all(Mutant, table.get("mutant", []), path.relative_to(root).as_posix(), problems)

@@ -1,0 +1,112 @@
+"""A formula's value in float64, and whether anything can be learned through it."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spec.formula import Formula, FormulaError, Node
+
+HIDDEN, WIDE, ROWS = 6, 5, 64  # of the sample that a formula is tried on
+UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "negate": torch.neg,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "elu": F.elu,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "square": torch.square,
+    "abs": torch.abs,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "softmax": lambda h: h.softmax(-1),
+    "mean": lambda h: h.mean(-1, keepdim=True),
+}
+
+
+def evaluate(formula: Formula, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """x [.., D] and one expert's weights by name, in float64 -> [.., D] in float64, with gradients to both."""
+    return evaluate_parts(formula, x, weights)[formula.root]
+
+
+def evaluate_parts(formula: Formula, x: Tensor, weights: Mapping[str, Tensor]) -> dict[Node, Tensor]:
+    """The same of every part, arguments first."""
+    parts: dict[Node, Tensor] = {}
+    for node in formula.nodes():
+        parts[node] = _value(node, [parts[arg] for arg in node.args], x, weights)
+    return parts
+
+
+def _value(node: Node, args: list[Tensor], x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    match node.name:
+        case "x":
+            return x.double()
+        case "weight":
+            return weights[node.weight].double()
+        case "number":
+            return torch.tensor(node.value, dtype=torch.float64)
+        case "@":
+            return args[0] @ args[1].T
+        case "+":
+            return args[0] + args[1]
+        case "-":
+            return args[0] - args[1]
+        case "*":
+            return args[0] * args[1]
+        case "/":
+            return args[0] / args[1]
+        case "**":
+            return args[0] ** node.args[1].value
+        case "clamp":
+            return args[0].clamp(node.args[1].value, node.args[2].value)
+        case "minimum" | "maximum":
+            return _bounded(node, args[0], args[1])
+    return UNARY[node.name](args[0])
+
+
+def _bounded(node: Node, left: Tensor, right: Tensor) -> Tensor:
+    """At a limit that is a number the gradient passes, as clamp has it; of two equal entries each gets half."""
+    numbers, row = [arg.value for arg in node.args if arg.size is None], left if node.args[0].size else right
+    if node.name == "minimum":
+        return row.clamp(max=numbers[0]) if numbers else torch.minimum(left, right)
+    return row.clamp(min=numbers[0]) if numbers else torch.maximum(left, right)
+
+
+def sample(formula: Formula) -> tuple[Tensor, dict[str, Tensor]]:
+    """x [ROWS, HIDDEN] and weights of ordinary size, leaves that want gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, dtype=torch.float64, generator=generator) * scale).requires_grad_()
+
+    shapes = {weight.name: weight.shape(HIDDEN, WIDE) for weight in formula.weights}
+    values = {name: draw(shape, shape[1] ** -0.5 if len(shape) == 2 else 1.0) for name, shape in shapes.items()}
+    return draw((ROWS, HIDDEN)), values
+
+
+def refuse_useless(formula: Formula) -> None:
+    """FormulaError where ordinary inputs give no finite number, or where x or a weight gets no gradient."""
+    x, values = sample(formula)
+    parts = evaluate_parts(formula, x, values)
+    for node, value in parts.items():
+        if not value.isfinite().all():
+            problem = "not finite on ordinary inputs; keep the argument where it is, as log(1 + square(h))"
+            raise FormulaError("formula", problem, formula.text, node.span)
+    leaves = {"x": x, **values}
+    grads = torch.autograd.grad(parts[formula.root].sum(), list(leaves.values()), allow_unused=True)
+    for name, grad in zip(leaves, grads, strict=True):
+        where = next(node.span for node in formula.nodes() if name in (node.weight, node.name))
+        if grad is None or not grad.any():
+            problem = f"no gradient reaches {name}: the result is the same whatever it is; let it matter"
+            raise FormulaError("formula", problem, formula.text, where)
+        if not grad.isfinite().all():
+            problem = f"the gradient to {name} is not finite on ordinary inputs; keep off kinks, as sqrt has at 0"
+            raise FormulaError("formula", problem, formula.text, where)
