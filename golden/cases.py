@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pithtrain.layers.balance import Objective
 from pithtrain.models.architecture import Architecture
+from pithtrain.ops.linear import Precision
 from pithtrain.optim import LearningRate
 from pithtrain.step import Execution
 
@@ -21,8 +22,9 @@ LAYOUT_STEPS = 5  # of a trace that layouts are compared with
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh pp x dp x ep, n, the number of micro-batches, and how a step's work is laid out.
+    """A mesh pp x dp x ep, n, the number of micro-batches, how a step's work is laid out, and in which precision.
 
+    Below fp32, experts are chosen as in fp32.
     resumes_after: steps after which the run is saved and goes on from its checkpoint in a new model; 0 for never.
     resumes_as: the mesh and execution it then has, None for the same.
     """
@@ -32,6 +34,7 @@ class Layout:
     num_microbatches: int = 1
     pp: int = 1
     execution: Execution = field(default_factory=Execution)
+    precision: Precision = "fp32"
     resumes_after: int = 0
     resumes_as: "Layout | None" = None
 
@@ -48,6 +51,7 @@ class Layout:
     def __str__(self) -> str:
         schedule, recompute = self.execution.schedule, self.execution.recompute
         words = [f"{self.mesh}, n={self.num_microbatches}"]
+        words += [self.precision] if self.precision != "fp32" else []
         words += [schedule] if (schedule, self.pp) != ("1f1b", 1) else []
         words += [f"recompute {recompute}"] if recompute != "none" else []
         words += [f"resumed at {self.resumes_after}"] if self.resumes_after else []
@@ -143,7 +147,12 @@ CASES = (
         arch=TINY,
         objective=Objective(),
         optimizer=OptimizerSpec("adamw", LearningRate("wsd", 3e-3, STEPS, warmup_steps=5, decay_steps=15)),
-        layouts=(Layout(ep=2), Layout(dp=2), Layout(dp=2, ep=2), Layout(ep=4), Layout(num_microbatches=2)),
+        layouts=(
+            *(Layout(ep=2), Layout(dp=2), Layout(dp=2, ep=2), Layout(ep=4), Layout(num_microbatches=2)),
+            Layout(precision="fp8"),
+            Layout(dp=2, num_microbatches=2, execution=Execution("zbv", recompute="experts"), precision="fp8"),
+            Layout(ep=2, num_microbatches=2, execution=Execution("dualpipev"), precision="fp8"),
+        ),
         seed=4,
     ),
     Case(
@@ -174,7 +183,10 @@ CASES = (
         arch=DENSE_TIED,
         objective=Objective("micro_batch", 0.02),
         optimizer=OptimizerSpec("sgd", LearningRate("cosine", 0.3, STEPS, warmup_steps=4, min_lr_ratio=0.2), 0.01),
-        layouts=(Layout(dp=2, ep=2), Layout(ep=4)),
+        layouts=(
+            *(Layout(dp=2, ep=2), Layout(ep=4), Layout(precision="bf16"), Layout(precision="fp8")),
+            *(Layout(pp=2, precision="bf16"), Layout(ep=2, precision="bf16")),
+        ),
         seed=1,
     ),
     Case(

@@ -1,7 +1,8 @@
 """Two traces against each other: every figure that differs, by step and field, the first one first.
 
 Floats agree when their difference is at most RTOL of the golden one (learning rates are arithmetic on a few numbers:
-SCHEDULE_RTOL); counts and biases agree when they are equal. NaN agrees with nothing, nor does a missing step or field.
+SCHEDULE_RTOL; a lower precision has its band); counts and biases agree when they are equal. NaN agrees with nothing,
+nor does a missing step or field.
 """
 
 import math
@@ -10,11 +11,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from golden.trace import Costs, Golden, Step, Trace
+from pithtrain.ops.linear import Precision
 
 RTOL = 1e-5
 SCHEDULE_RTOL = 1e-12
 MEMORY_RTOL = 1e-2
 EXACT = ("num_tokens_per_expert", "expert_bias")
+
+
+@dataclass(frozen=True)
+class Band:
+    """How far figures may be apart, relative: losses, and gradient norms."""
+
+    loss: float = RTOL
+    norms: float = RTOL
+
+    def of(self, field: str) -> float:
+        if field == "learning_rate":
+            return SCHEDULE_RTOL
+        return self.norms if field.startswith("grad_norm") else self.loss
+
+
+SAME = Band()
+BANDS: dict[Precision, Band] = {"fp32": SAME, "bf16": Band(0.0025, 0.03), "fp8": Band(0.02, 0.2)}  # see README.md
 
 
 @dataclass(frozen=True)
@@ -62,7 +81,7 @@ def figures(step: Step) -> dict[str, Any]:
     return flat
 
 
-def _step_differences(index: int, expected: Step, got: Step) -> Iterator[Difference]:
+def _step_differences(index: int, expected: Step, got: Step, band: Band) -> Iterator[Difference]:
     ours, theirs = figures(got), figures(expected)
     for field in theirs | ours:
         if field not in theirs or field not in ours:
@@ -72,11 +91,11 @@ def _step_differences(index: int, expected: Step, got: Step) -> Iterator[Differe
                 yield Difference(index, field, theirs[field], ours[field])
         else:
             distance = relative(theirs[field], ours[field])
-            if not distance <= (SCHEDULE_RTOL if field == "learning_rate" else RTOL):
+            if not distance <= band.of(field):
                 yield Difference(index, field, theirs[field], ours[field], distance)
 
 
-def compare(expected: Trace, got: Trace, num_steps: int | None = None) -> Comparison:
+def compare(expected: Trace, got: Trace, num_steps: int | None = None, band: Band = SAME) -> Comparison:
     """All that differs within the first `num_steps` steps of `expected` (None: all, and `got` must have no more)."""
     wanted = len(expected.steps) if num_steps is None else num_steps
     differences = []
@@ -84,7 +103,7 @@ def compare(expected: Trace, got: Trace, num_steps: int | None = None) -> Compar
         differences.append(Difference(-1, "case", expected.case, got.case))
     pairs = list(zip(expected.steps[:wanted], got.steps[:wanted], strict=False))
     for index, (theirs, ours) in enumerate(pairs):
-        differences += _step_differences(index, theirs, ours)
+        differences += _step_differences(index, theirs, ours, band)
     surplus = num_steps is None and len(got.steps) > wanted
     if len(pairs) < wanted or surplus:
         differences.append(Difference(len(pairs), "number of steps", wanted, len(got.steps)))

@@ -4,7 +4,7 @@ Every rank of a world calls `replay` with the same arguments; all return the sam
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +18,7 @@ from golden.trace import Costs, Step, Trace
 from pithtrain import step
 from pithtrain.checkpoint import Ranks, Saver, TrainState, load
 from pithtrain.data import Batch
+from pithtrain.layers.router import Learned, Replayed
 from pithtrain.models.qwen3_moe import Qwen3MoE
 from pithtrain.ops.host import read_floats, read_ints
 from pithtrain.optim import SGD, AdamW, Optimizer
@@ -31,24 +32,28 @@ Meshes = dict[tuple[int, int, int, int], Mesh]
 
 
 class CountCosts(TorchDispatchMode):
-    """While it is entered: counts matrix products and their FLOPs, 2 x rows x inner x columns each, and the bytes of
-    storage made in it that are alive, at most. As a step's observer it leaves the step's own parts out of the bytes:
-    the threads of a reduction let go of its buffers when they will.
+    """While it is entered: counts matrix products and their FLOPs, 2 x rows x inner x columns each; values that a cast
+    or a copy rounds to each NARROW dtype; and the bytes of storage made in it that are alive, at most. As a step's
+    observer it leaves the step's own parts out of the bytes: the threads of a reduction let go of its buffers when they
+    will.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.products = self.flops = self.bytes = self.peak_bytes = 0
+        self.roundings = dict.fromkeys(NARROW, 0)
         self._counts_bytes = True
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = PRODUCTS.get(func.overloadpacket.__name__)
-        if operands is not None:
-            left, right = (args[index] for index in operands)
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS:
+            left, right = (args[index] for index in PRODUCTS[name])
             self.products += 1
             self.flops += 2 * left.numel() * right.shape[-1]
         result = func(*args, **(kwargs or {}))
+        if name in CASTS and result.dtype in NARROW and result.itemsize < args[CASTS[name]].itemsize:
+            self.roundings[result.dtype] += result.numel()
         for value in result if isinstance(result, tuple | list) else (result,):
             if self._counts_bytes and isinstance(value, torch.Tensor):
                 self._note(value.untyped_storage())
@@ -78,6 +83,8 @@ class CountCosts(TorchDispatchMode):
 
 
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1)}  # operator -> its two operands
+CASTS = {"_to_copy": 0, "copy_": 1}  # operator -> what it casts
+NARROW = (torch.bfloat16, torch.float8_e4m3fn)
 
 
 def make_optimizer(case: Case, shard: Shard) -> Optimizer:
@@ -108,7 +115,9 @@ def make_trainee(case: Case, layout: Layout, transport: Transport, meshes: Meshe
     if sizes not in meshes:
         meshes[sizes] = make_mesh(*sizes)
     mesh = meshes[sizes]
-    trainee = step.build(case.arch, mesh, transport, case.sequence_length, torch.device("cpu"), layout.execution)
+    trainee = step.build(
+        case.arch, mesh, transport, case.sequence_length, torch.device("cpu"), layout.execution, layout.precision
+    )
     return trainee, make_optimizer(case, trainee.shard)
 
 
@@ -116,12 +125,22 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path, meshes: Mes
     """The trace of the case's first `num_steps` steps on the layout's mesh. folder: for its checkpoint, if any."""
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")
+    if layout.precision == "fp32":
+        return run(case, layout, num_steps, folder, meshes, None)[0]
+    _, routing = run(case, replace(layout, precision="fp32"), num_steps, folder, meshes, None)
+    return run(case, layout, num_steps, folder, meshes, routing)[0]
+
+
+def run(
+    case: Case, layout: Layout, num_steps: int, folder: Path, meshes: Meshes, routing: Sequence[step.Choices] | None
+) -> tuple[Trace, list[step.Choices]]:
+    """A run's trace, and how each step chose its experts on this rank. routing: to choose them as another run did."""
     transport = Transport()
     trainee, optimizer = make_trainee(case, layout, transport, meshes)
     trainee.shard.initialise(case.seed)
     dataset = make_dataset(case)
     bias = torch.zeros(trainee.num_sparse_layers, case.arch.num_experts) if case.bias_rate else None
-    steps, gaps, updates = list[Step](), list[float](), 0
+    steps, gaps, chosen, updates = list[Step](), list[float](), list[step.Choices](), 0
     for index in range(num_steps):
         if index and index == layout.resumes_after:
             place, layout = folder / str(layout), layout.resumes_as or layout
@@ -132,15 +151,22 @@ def replay(case: Case, layout: Layout, num_steps: int, folder: Path, meshes: Mes
         if index == 0:
             with CountCosts() as counter:
                 observed = replace(trainee, observe=counter.observe)
-                update = take(case, observed, optimizer, parts, index, updates, bias)
+                update = take(case, observed, optimizer, parts, index, updates, bias, routing)
             costs = total_costs(counter, transport, trainee.mesh)
         else:
-            update = take(case, trainee, optimizer, parts, index, updates, bias)
+            update = take(case, trainee, optimizer, parts, index, updates, bias, routing)
         bias = update.expert_bias
         updates += update.applied
         gaps.append(update.gradients.gap)
+        chosen.append(choices_of(update.gradients, trainee))
         steps.append(record(case, index, update))
-    return Trace(case.name, case.fingerprint(), tuple(steps), costs, min(gaps))
+    return Trace(case.name, case.fingerprint(), tuple(steps), costs, min(gaps)), chosen
+
+
+def choices_of(result: step.Gradients, trainee: step.Trainee) -> step.Choices:
+    """The choices of a step, to be made again; those of layers on other ranks are not known, nor asked for."""
+    rows = range(trainee.num_sparse_layers)
+    return [[Replayed(part[row]) if row in part else Learned() for row in rows] for part in result.chosen]
 
 
 def through_checkpoint(
@@ -182,6 +208,7 @@ def take(
     index: int,
     updates: int,
     bias: torch.Tensor | None,
+    routing: Sequence[step.Choices] | None,
 ) -> step.Update:
     """One production step of the case."""
     return step.train_step(
@@ -194,6 +221,7 @@ def take(
         clip_norm=case.optimizer.clip_norm,
         expert_bias=bias,
         bias_rate=case.bias_rate,
+        choices=None if routing is None else routing[index],
     )
 
 
@@ -217,13 +245,15 @@ def total_costs(counter: CountCosts, transport: Transport, mesh: Mesh) -> Costs:
     collectives = torch.zeros(len(keys), 2, dtype=torch.int64)
     for entry in transport.records:
         collectives[keys.index(f"{entry.kind} {entry.axis}")] += torch.tensor([1, entry.bytes])
-    products, peaks = torch.tensor([counter.products, counter.flops]), torch.zeros(mesh.world_size, dtype=torch.int64)
+    counts = torch.tensor([counter.products, counter.flops, *counter.roundings.values()])
+    peaks = torch.zeros(mesh.world_size, dtype=torch.int64)
     peaks[mesh.rank] = counter.peak_bytes
-    local = torch.cat([products, peaks, collectives.flatten()])
-    calls, flops, *rest = read_ints(transport.run(AllReduce(local, mesh.world))[0])
+    local = torch.cat([counts, peaks, collectives.flatten()])
+    calls, flops, bf16, e4m3, *rest = read_ints(transport.run(AllReduce(local, mesh.world))[0])
     carried = zip(keys, zip(rest[mesh.world_size :: 2], rest[mesh.world_size + 1 :: 2], strict=True), strict=True)
     moved = {key: number for key, number in sorted(carried) if number[0]}
-    return Costs(calls, flops, max(rest[: mesh.world_size]), moved)
+    rounded = {key: number for key, number in (("bf16", bf16), ("e4m3", e4m3)) if number}
+    return Costs(calls, flops, max(rest[: mesh.world_size]), moved, rounded)
 
 
 def replay_layouts(jobs: tuple[tuple[Case, Layout], ...], num_steps: int, folder: Path) -> list[Trace]:

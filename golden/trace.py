@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = Path(__file__).parent
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -31,15 +31,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the first step took: matrix products and their FLOPs, and collectives, "kind axis" -> (calls, bytes), of all
-    ranks together; and the most bytes that what a rank made in it held at once (activations, gradients of them,
-    messages) while the schedule ran, on the rank where that is most.
+    """What the first step took: matrix products and their FLOPs, collectives, "kind axis" -> (calls, bytes), and
+    roundings, dtype -> values cast to it from a wider one, of all ranks together; and the most bytes that what a rank
+    made in it held at once (activations, gradients of them, messages) while the schedule ran, on the rank where that
+    is most.
     """
 
     products: int
     flops: int
     peak_bytes: int
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+    roundings: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A case's one-rank trace is compared with its file, all steps; every other layout with the first steps of the one-rank
 trace of the same run, so that a change of the arithmetic shows once and a fault of a mesh shows where it is. What the
-first step cost (matrix products, memory, collectives) is compared with the file.
+first step cost (matrix products, values rounded to bf16 and FP8, memory, collectives) is compared with the file.
 """
 
 import json as jsonlib
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from golden import trace
 from golden.cases import LAYOUT_STEPS, Case, Layout, select
-from golden.compare import Comparison, Difference, compare, compare_costs
+from golden.compare import BANDS, SAME, Band, Difference, compare, compare_costs
 from golden.replay import replay_layouts
 from golden.trace import Golden, Trace, TraceError
 from golden.world import WorldError, run_world
@@ -133,7 +133,6 @@ def run(
 
 def judge(case: Case, replayed: Replayed, folder: Path | None) -> Iterator[Verdict]:
     """The verdict on one rank, against the file in `folder`, then on each layout. folder None: layouts alone."""
-    one = replayed[case, case.one_rank]
     golden: Golden | None = None
     if folder is not None:
         try:
@@ -141,21 +140,43 @@ def judge(case: Case, replayed: Replayed, folder: Path | None) -> Iterator[Verdi
         except TraceError as error:
             yield Verdict(case.name, str(case.one_rank), error=str(error))
         else:
-            yield judge_one(case.one_rank, one, golden.trace, None, golden)
+            yield judge_one(case.one_rank, replayed[case, case.one_rank], golden)
     for layout in case.layouts:
-        if isinstance(one, str):
-            yield Verdict(case.name, str(layout), error=f"one rank gave no trace to compare with: {one}")
-        else:
-            yield judge_one(layout, replayed[case, layout], one, LAYOUT_STEPS, golden)
+        yield judge_layout(case, layout, replayed, golden)
 
 
-def judge_one(layout: Layout, got: Trace | str, expected: Trace, steps: int | None, golden: Golden | None) -> Verdict:
-    """steps None: `layout` is the one whose trace the file holds."""
+def judge_one(layout: Layout, got: Trace | str, golden: Golden) -> Verdict:
+    """One rank against the file, every step."""
     if isinstance(got, str):
-        return Verdict(expected.case, str(layout), error=got)
-    found: Comparison = compare(expected, got, steps)
-    costs = () if golden is None else compare_costs(golden, str(layout), got.costs)
-    return Verdict(expected.case, str(layout), found.num_steps, found.largest, (*found.differences, *costs))
+        return Verdict(golden.trace.case, str(layout), error=got)
+    found, costs = compare(golden.trace, got), compare_costs(golden, str(layout), got.costs)
+    return Verdict(golden.trace.case, str(layout), found.num_steps, found.largest, (*found.differences, *costs))
+
+
+def references(case: Case, layout: Layout) -> Iterator[tuple[Layout, int, Band]]:
+    """What a layout is compared with, over how many of its first steps, and how closely: one rank in fp32; and in a
+    lower precision one rank in the same, where no token's sum is rounded on several ranks and no weight rounded since.
+    """
+    yield case.one_rank, LAYOUT_STEPS, BANDS[layout.precision]
+    if layout.precision != "fp32" and layout.ep == 1:
+        yield replace(case.one_rank, precision=layout.precision), 1, SAME
+
+
+def judge_layout(case: Case, layout: Layout, replayed: Replayed, golden: Golden | None) -> Verdict:
+    """golden None: costs are not compared."""
+    got, name = replayed[case, layout], str(layout)
+    if isinstance(got, str):
+        return Verdict(case.name, name, error=got)
+    num_steps, largest, differences = 0, 0.0, list[Difference]()
+    for reference, steps, band in references(case, layout):
+        expected = replayed[case, reference]
+        if isinstance(expected, str):
+            return Verdict(case.name, name, error=f"{reference} gave no trace to compare with: {expected}")
+        found = compare(expected, got, steps, band)
+        num_steps, largest = max(num_steps, found.num_steps), max(found.largest, largest)
+        differences += found.differences
+    costs = () if golden is None else compare_costs(golden, name, got.costs)
+    return Verdict(case.name, name, num_steps, largest, (*differences, *costs))
 
 
 def read_golden(case: Case, folder: Path) -> Golden:

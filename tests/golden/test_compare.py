@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from golden.compare import compare, compare_costs
+from golden.compare import Band, compare, compare_costs
 from golden.trace import Costs, Golden, Step, Trace, TraceError, from_text, to_text
 from tests.golden.extension import FirstStepsExtension, TraceExtension
 
@@ -20,7 +20,7 @@ STEP = Step(
     num_tokens_per_expert=[[3, 5], [4, 4]],
     expert_bias=[[0.001, -0.001], [0.0, 0.0]],
 )
-COSTS = Costs(7, 1000, 20000, {"all_to_all ep": (4, 640)})
+COSTS = Costs(7, 1000, 20000, {"all_to_all ep": (4, 640)}, {"bf16": 90})
 TRACE = Trace("base", "f" * 64, (STEP,) * 10, COSTS, 1e-3)
 GOLDEN = Golden(TRACE, {"EP2, n=1": COSTS}, {"torch": "2"}, ({"reason": "first"},))
 
@@ -63,6 +63,15 @@ def test_what_is_within_the_tolerance_agrees() -> None:
     assert compare(TRACE, TRACE).largest == 0.0
 
 
+def test_a_band_is_of_losses_and_of_norms() -> None:
+    band, strayed = Band(loss=0.01, norms=0.1), changed(6, loss=2.5 * 1.011, grad_norm=1.5 * 1.11)
+    assert [d.field for d in compare(TRACE, strayed, band=band).differences] == ["loss", "grad_norm"]
+    near = changed(6, loss=2.5 * 1.009, grad_norm=1.5 * 1.09, grad_norms={"router": 0.53, "experts": 0.24})
+    assert not compare(TRACE, near, band=band).differences and compare(TRACE, near).differences
+    assert compare(TRACE, changed(6, learning_rate=1e-3 * (1 + 1e-9)), band=band).differences
+    assert compare(TRACE, changed(6, loss=math.nan), band=band).differences
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nan_never_matches(value: float) -> None:
     one_side, both = compare(TRACE, changed(2, grad_norm=value)), changed(2, grad_norm=value)
@@ -88,6 +97,7 @@ def test_costs_are_compared_exactly_but_for_memory() -> None:
     fatter = replace(COSTS, collectives={"all_to_all ep": (4, 641)}, products=8)
     assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", fatter)] == ["products", "collectives"]
     assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, flops=1001))] == ["flops"]
+    assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, roundings={}))] == ["roundings"]
     assert not compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, peak_bytes=20199))
     assert [d.field for d in compare_costs(GOLDEN, "EP2, n=1", replace(COSTS, peak_bytes=20201))] == ["peak_bytes"]
     assert [d.field for d in compare_costs(GOLDEN, "DP2, n=1", COSTS)] == ["costs"]
@@ -101,7 +111,7 @@ def test_the_file_keeps_every_bit() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('"format": 2', '"format": 3', "format 3, expected 2"),
+        ('"format": 3', '"format": 2', "format 2, expected 3"),
         ('"products": 7', '"product": 7', "TypeError"),
         ('"loss": 2.5, ', "", "KeyError|a step has fields"),
         ('"loss": 2.5', '"loss": "much"', "KeyError: 'much'"),

@@ -8,12 +8,18 @@ from syrupy.assertion import SnapshotAssertion
 from golden.cases import CASES, Case, Layout
 from golden.compare import compare_costs
 from golden.trace import Trace, read
-from golden.verify import Replayed, replay_all
+from golden.verify import Replayed, judge_layout, replay_all
 from pithtrain.parallel.pipeline.schedule import ScheduleKind
 from pithtrain.passes import Recompute
 from tests.golden.extension import FirstStepsExtension, TraceExtension
 
-LAYOUTS = [pytest.param(case, layout, id=f"{case.name}, {layout}") for case in CASES for layout in case.layouts]
+ITEMS = [(case, layout) for case in CASES for layout in case.layouts]
+FP32 = [item for item in ITEMS if item[1].precision == "fp32"]
+NARROW = [item for item in ITEMS if item[1].precision != "fp32"]
+
+
+def name(item: Case | Layout) -> str:
+    return item.name if isinstance(item, Case) else str(item)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +42,20 @@ def test_one_rank_is_the_golden_trace(replayed: Replayed, case: Case, snapshot: 
     assert golden.trace.smallest_gap > 5e-6, "a choice of experts is so close that another machine may make another one"
 
 
-@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("case", "layout"), FP32, ids=name)
 def test_meshes_follow_the_one_rank_trace(
     replayed: Replayed, case: Case, layout: Layout, snapshot: SnapshotAssertion
 ) -> None:
     trace = trace_of(replayed, case, layout)
     assert trace == snapshot(name=case.name, extension_class=FirstStepsExtension)
     assert not compare_costs(read(case.name), str(layout), trace.costs)
+
+
+@pytest.mark.parametrize(("case", "layout"), NARROW, ids=name)
+def test_lower_precisions_stay_within_their_bands(replayed: Replayed, case: Case, layout: Layout) -> None:
+    verdict = judge_layout(case, layout, replayed, read(case.name))
+    assert verdict.word == "same", verdict
+    assert verdict.largest > 1e-3, "as close to fp32 as another layout in fp32"
 
 
 def test_the_cases_cover_what_they_should() -> None:
@@ -58,5 +71,7 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {case.objective.balance for case in CASES} == {"none", "sequence", "micro_batch", "global_batch"}
     assert {case.optimizer.rate.kind for case in CASES} == {"wsd", "cosine", "constant"}
     assert {case.optimizer.kind for case in CASES} == {"adamw", "sgd"}
+    narrow = {(layout.precision, layout.mesh) for _, layout in NARROW}
+    assert narrow >= {("bf16", "1 rank"), ("bf16", "PP2"), ("bf16", "EP2"), ("fp8", "DP2"), ("fp8", "EP2")}
     assert all(case.steps == 50 for case in CASES)
     assert any(case.bias_rate for case in CASES) and any(case.objective.z_coef for case in CASES)
