@@ -457,7 +457,13 @@ SAME_NUMBERS = [
     *("train.max_nonfinite_steps=3", "data.validation=/else", "run.timeline_steps=3"),
 ]
 OTHER_NUMBERS = [
-    *("model.config=qwen3-moe-small", "model.weights=/w", "data.train=/else", "data.sequence_length=17"),
+    *(
+        "model.config=qwen3-moe-small",
+        "model.experts=geglu",
+        "model.weights=/w",
+        "data.train=/else",
+        "data.sequence_length=17",
+    ),
     *("batch.global_batch_size=16", "batch.num_microbatches=4", "optim.optimizer=sgd", "optim.lr=1e-4"),
     *("optim.beta1=0.8", "optim.beta2=0.9", "optim.eps=1e-6", "optim.weight_decay=0", "optim.clip_norm=0"),
     *("schedule.kind=cosine", "schedule.warmup_steps=1", "schedule.decay_steps=1", "schedule.min_lr_ratio=1"),

@@ -120,9 +120,9 @@ def _check_config(path: Path, family: Family) -> None:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: not a config of this model's family ({error}); name its folder") from error
     ours = family.config_json()
-    differ = [key for key in ours if key not in _FREE_CONFIG_KEYS and theirs[key] != ours[key]]
+    differ = [key for key in ours if key not in _FREE_CONFIG_KEYS and theirs.get(key) != ours[key]]
     if differ:
-        what = "; ".join(f"{key}: got {theirs[key]!r}, expected {ours[key]!r}" for key in differ)
+        what = "; ".join(f"{key}: got {theirs.get(key)!r}, expected {ours[key]!r}" for key in differ)
         raise ValueError(f"{path}: another model's: {what}; {_OTHERWISE}")
 
 

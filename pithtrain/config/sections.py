@@ -8,6 +8,8 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from pithtrain.choices import ExpertType
+
 Preset = Literal["qwen3-moe-tiny", "qwen3-moe-small", "qwen3-30b-a3b"]
 
 STAGES_PER_RANK = {"1f1b": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}  # interleaved takes any number
@@ -28,6 +30,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     config: Preset | Path
     """Shape of the model: a preset's name, a Hugging Face config.json, or a folder that holds one."""
+    experts: ExpertType | None = None
+    """Type of the experts, in place of the one that `model.config` names; `spec/experts.toml` has their formulas."""
     weights: Path | None = None
     """Hugging Face model folder with the weights to start from; without it `train.seed` draws them."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pithtrain.layers.experts.swiglu import SwiGLUExperts
+from pithtrain.layers.experts.base import Experts
 from pithtrain.layers.router import Routing
 from pithtrain.ops.linear import Compute, Groups
 from pithtrain.ops.permute import permute, plan, weighted_unpermute
@@ -48,7 +48,7 @@ def measure_load(routing: Routing, batch: int, padding: Tensor | None) -> Load:
 class LocalExperts:
     """The experts this rank holds, applied to the rows it received."""
 
-    experts: SwiGLUExperts
+    experts: Experts
     num_local_experts: int
 
     def __call__(

@@ -1,9 +1,13 @@
 """The shape of a decoder, in the trainer's own words. Families translate their config.json to it and back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from pithtrain.choices import ExpertType
+from pithtrain.layers.experts.base import Shapes
+from pithtrain.layers.experts.build import expert_class
 from pithtrain.ops.parameter import ParameterSpec
 
 
@@ -28,6 +32,7 @@ class Architecture:
     rms_norm_eps: float
     max_position_embeddings: int
     initializer_range: float
+    expert_type: ExpertType = "swiglu"
 
 
 def layer_specs(arch: Architecture, layer: int) -> list[ParameterSpec]:
@@ -36,12 +41,12 @@ def layer_specs(arch: Architecture, layer: int) -> list[ParameterSpec]:
     hidden, head_dim = arch.hidden_size, arch.head_dim
     query, key = arch.num_attention_heads * head_dim, arch.num_key_value_heads * head_dim
     specs = [
-        ParameterSpec(at + "attention_norm", (hidden,), decay=False, fp32=True),
+        ParameterSpec(at + "attention_norm", (hidden,), decay=False, mean=1.0, fp32=True),
         ParameterSpec(at + "attention.qkv", (query + 2 * key, hidden), std=std),
-        ParameterSpec(at + "attention.q_norm", (head_dim,), decay=False, fp32=True),
-        ParameterSpec(at + "attention.k_norm", (head_dim,), decay=False, fp32=True),
+        ParameterSpec(at + "attention.q_norm", (head_dim,), decay=False, mean=1.0, fp32=True),
+        ParameterSpec(at + "attention.k_norm", (head_dim,), decay=False, mean=1.0, fp32=True),
         ParameterSpec(at + "attention.o", (hidden, query), std=std),
-        ParameterSpec(at + "mlp_norm", (hidden,), decay=False, fp32=True),
+        ParameterSpec(at + "mlp_norm", (hidden,), decay=False, mean=1.0, fp32=True),
     ]
     if not arch.sparse_layers[layer]:
         wide = arch.intermediate_size
@@ -50,13 +55,23 @@ def layer_specs(arch: Architecture, layer: int) -> list[ParameterSpec]:
             ParameterSpec(at + "mlp.gate_up", (2 * wide, hidden), std=std),
             ParameterSpec(at + "mlp.down", (hidden, wide), std=std),
         ]
-    experts, wide = arch.num_experts, arch.moe_intermediate_size
     return [
         *specs,
-        ParameterSpec(at + "router", (experts, hidden), std=std, fp32=True),
-        ParameterSpec(at + "experts.gate_up", (experts, 2 * wide, hidden), expert=True, std=std),
-        ParameterSpec(at + "experts.down", (experts, hidden, wide), expert=True, std=std),
+        ParameterSpec(at + "router", (arch.num_experts, hidden), std=std, fp32=True),
+        *(_expert_spec(arch, f"{at}experts.{name}", parts) for name, parts in expert_shapes(arch).items()),
     ]
+
+
+def expert_shapes(arch: Architecture) -> Shapes:
+    """The tensors of one expert of the model: see Experts.shapes."""
+    return expert_class(arch.expert_type).shapes(arch.hidden_size, arch.moe_intermediate_size)
+
+
+def _expert_spec(arch: Architecture, name: str, parts: Mapping[str, tuple[int, ...]]) -> ParameterSpec:
+    """Vectors start at zero and do not decay."""
+    rows, inner = sum(shape[0] for shape in parts.values()), next(iter(parts.values()))[1:]
+    std = arch.initializer_range if inner else 0.0
+    return ParameterSpec(name, (arch.num_experts, rows, *inner), expert=True, decay=bool(inner), std=std)
 
 
 def stage_specs(arch: Architecture, layers: range) -> list[ParameterSpec]:
@@ -70,7 +85,7 @@ def stage_specs(arch: Architecture, layers: range) -> list[ParameterSpec]:
     for layer in layers:
         specs += layer_specs(arch, layer)
     if layers.stop == arch.num_layers:
-        specs.append(ParameterSpec("norm", (arch.hidden_size,), decay=False, fp32=True))
+        specs.append(ParameterSpec("norm", (arch.hidden_size,), decay=False, mean=1.0, fp32=True))
         if not arch.tie_word_embeddings:
             specs.append(ParameterSpec("head", (arch.vocab_size, arch.hidden_size), std=arch.initializer_range))
     return specs

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pithtrain.layers.attention import Attention
-from pithtrain.layers.experts.swiglu import SwiGLUExperts
+from pithtrain.layers.experts.build import expert_class
 from pithtrain.layers.mlp import DenseMLP
 from pithtrain.layers.moe import LocalExperts, measure_load
 from pithtrain.layers.router import Choice, Router
-from pithtrain.models.architecture import Architecture
+from pithtrain.models.architecture import Architecture, expert_shapes
 from pithtrain.ops.embedding import embedding
 from pithtrain.ops.linear import Compute
 from pithtrain.ops.parameter import Weight
@@ -149,7 +149,7 @@ def _build_layer(arch: Architecture, weights: Mapping[str, Weight], index: int, 
         mlp = DenseMLP(weights[f"{name}.mlp.gate_up"], weights[f"{name}.mlp.down"])
         return DenseLayer(name, attention_norm, attention, mlp_norm, mlp, eps)
     router = Router(weights[f"{name}.router"], arch.top_k, arch.norm_topk_prob)
-    experts = SwiGLUExperts(weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"])
-    local = LocalExperts(experts, num_local_experts)
+    own = {part: weights[f"{name}.experts.{part}"] for part in expert_shapes(arch)}
+    local = LocalExperts(expert_class(arch.expert_type)(**own), num_local_experts)
     row = sum(arch.sparse_layers[:index])
     return SparseLayer(name, row, attention_norm, attention, mlp_norm, router, local, eps)

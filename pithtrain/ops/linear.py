@@ -19,6 +19,7 @@ from torch.autograd import Function
 from pithtrain.ops.fp8 import Quantised, RowBlocks, quantise, quantise_weight
 from pithtrain.ops.fp8_gemm import add_weight_gradient, multiply
 from pithtrain.ops.parameter import Weight
+from pithtrain.ops.wide import wide
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -213,3 +214,29 @@ def grouped_linear(x: Tensor, weight: Weight, groups: Groups, compute: Compute) 
     else:
         output = _GroupedLinear.apply(x, weight, groups, compute)
     return output
+
+
+class _GroupedVector(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weight: Weight, groups: Groups, compute: Compute) -> Tensor:
+        ctx.weight, ctx.groups, ctx.compute = weight, groups, compute
+        sizes = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+        return wide(weight.value).repeat_interleave(sizes, dim=0, output_size=sum(groups.sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        weight, groups = ctx.weight, ctx.groups
+        ctx.compute.weight_gradient(lambda: add_group_sums(weight.grad, grad, groups))
+        return None, None, None, None
+
+
+def add_group_sums(buffer: Tensor, grad: Tensor, groups: Groups) -> None:
+    """Adds the sum of each group's rows of grad [N, O], in fp32, to its row of buffer [L, O]."""
+    for slot, rows in zip(buffer.unbind(0), grad.split(groups.sizes), strict=True):
+        slot.add_(rows.sum(0))
+
+
+def grouped_vector(weight: Weight, groups: Groups, compute: Compute) -> Tensor:
+    """Each row its group's vector of weight [L, O]: [N, O] fp32. The weight's gradient adds to `weight.grad`."""
+    rows: Tensor = _GroupedVector.apply(torch.empty(0, requires_grad=True), weight, groups, compute)
+    return rows

@@ -22,14 +22,15 @@ class ParameterSpec:
     """One parameter of the whole model, whatever the mesh.
 
     shape: the global shape; the first dimension counts experts where `expert` is set. decay: whether weight decay
-    applies. std: of the normal its values are drawn from; 0 means all ones (norms). fp32: whether compute reads it in
-    fp32 whatever the precision.
+    applies. mean, std: of the normal its values are drawn from. fp32: whether compute reads it in fp32 whatever the
+    precision.
     """
 
     name: str
     shape: tuple[int, ...]
     expert: bool = False
     decay: bool = True
+    mean: float = 0.0
     std: float = 0.0
     fp32: bool = False
 
@@ -40,9 +41,7 @@ def initial_values(spec: ParameterSpec, expert: int | None, seed: int) -> Tensor
     A function of the global name, the expert and the seed alone, so every mesh starts from the same model.
     """
     shape = spec.shape if expert is None else spec.shape[1:]
-    if spec.std == 0.0:
-        return torch.ones(shape, dtype=torch.float64)
     key = f"{spec.name}/{'' if expert is None else expert}/{seed}".encode()
     stream = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
     generator = torch.Generator().manual_seed(stream)
-    return torch.empty(shape, dtype=torch.float64).normal_(0.0, spec.std, generator=generator)
+    return torch.empty(shape, dtype=torch.float64).normal_(spec.mean, spec.std, generator=generator)

@@ -55,7 +55,7 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     """The run, every file it reads opened. Raises ConfigError with all that makes it impossible."""
     if problems := check_files(cfg):
         raise ConfigError(refusal(source, problems))
-    arch = _try(problems, lambda: load_architecture(str(cfg.model.config)))
+    arch = _try(problems, lambda: load_architecture(str(cfg.model.config), cfg.model.experts))
     train = _try(problems, lambda: Dataset(cfg.data.train, cfg.train.seed))
     held_out = cfg.data.validation
     validation = None if held_out is None else _try(problems, lambda: Dataset(held_out))

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from pithtrain.layers.experts.swiglu import SwiGLUExperts
+from pithtrain.layers.experts.gated import SwiGLUExperts
 from pithtrain.layers.router import Replayed
 from pithtrain.ops.linear import Compute, Groups, Precision
 from pithtrain.ops.parameter import Weight

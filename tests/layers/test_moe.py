@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pithtrain.layers.experts.swiglu import SwiGLUExperts
+from pithtrain.layers.experts.gated import SwiGLUExperts
 from pithtrain.layers.moe import LocalExperts, chosen_experts, measure_load
 from pithtrain.layers.router import Learned, Router, Routing
 from pithtrain.ops.linear import Compute

@@ -1,11 +1,13 @@
 """The table of weight names: inverted bit for bit, and the names of released folders."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from pithtrain.choices import ExpertType
 from pithtrain.models.architecture import Architecture
 from pithtrain.models.qwen3_moe import load_architecture, name_table, to_hf_config
 from tests.agreement import randn
@@ -13,9 +15,10 @@ from tests.models import hf
 
 TINY = load_architecture("qwen3-moe-tiny")
 ARCHITECTURES = {"tiny": TINY, "tied": replace(TINY, tie_word_embeddings=True, num_key_value_heads=1)}
+WITH_EXPERTS = {kind: replace(TINY, expert_type=kind) for kind in get_args(ExpertType)}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("arch", [*ARCHITECTURES.values(), *WITH_EXPERTS.values()], ids=[*ARCHITECTURES, *WITH_EXPERTS])
 def test_names_invert(arch: Architecture) -> None:
     table = name_table(arch)
     for name, shape in table.shapes.items():

@@ -45,6 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "num_experts": 5,
     },
+    "geglu experts": SHAPE | {"hidden_act": "gelu", "num_hidden_layers": 2},
+    "gated relu2 experts": SHAPE | {"hidden_act": "relu2", "num_hidden_layers": 2},
     "every expert chosen": SHAPE | {"num_experts": 5, "num_experts_per_tok": 5, "num_hidden_layers": 2},
 }
 

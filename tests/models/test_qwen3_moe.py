@@ -2,16 +2,20 @@
 
 import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import Qwen3MoeConfig
 
+from pithtrain.choices import ExpertType
 from pithtrain.models.architecture import parameter_specs
 from pithtrain.models.qwen3_moe import PRESETS, Qwen3MoE, from_hf_config, load_architecture, to_hf_config
+from pithtrain.ops.parameter import initial_values
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -70,6 +74,27 @@ def test_every_field_of_an_architecture_comes_from_the_config() -> None:
     assert (arch.max_position_embeddings, arch.initializer_range) == (128, 0.3)
 
 
+@pytest.mark.parametrize("kind", get_args(ExpertType))
+def test_types_of_experts_round_trip(kind: ExpertType) -> None:
+    """What transformers computes alike is written as its own; the rest under a model_type that it refuses to read."""
+    arch = replace(load_architecture("qwen3-moe-small"), expert_type=kind)
+    written = to_hf_config(arch)
+    assert from_hf_config(written) == arch
+    activation = {"swiglu": "silu", "geglu": "gelu", "gated_relu2": "relu2"}.get(kind)
+    assert (written.get("hidden_act"), written["model_type"]) == (activation, "qwen3_moe" if activation else "pith_moe")
+    assert load_architecture("qwen3-moe-small", kind) == arch
+    with pytest.raises(ValueError, match="dense layers are SwiGLU") if kind != "swiglu" else nullcontext():
+        load_architecture("qwen3-moe-tiny", kind)
+
+
+def test_vectors_of_experts_start_at_zero_and_do_not_decay() -> None:
+    arch = load_architecture("qwen3-moe-small", "clamped_swiglu")
+    specs = {spec.name.rpartition(".")[2]: spec for spec in parameter_specs(arch) if "layers.0.experts" in spec.name}
+    assert [*specs] == ["gate_up", "gate_up_bias", "down", "down_bias"] and all(spec.expert for spec in specs.values())
+    for name, spec in specs.items():
+        assert spec.decay == (not name.endswith("bias")) == bool(initial_values(spec, 1, 0).any())
+
+
 def test_what_a_config_leaves_out() -> None:
     """As transformers reads it: heads share the hidden size, weights are not renormalised, theta is 10,000."""
     left_out = ("head_dim", "norm_topk_prob", "rope_theta", "decoder_sparse_step", "mlp_only_layers", "rms_norm_eps")
@@ -85,7 +110,9 @@ UNBUILT: list[tuple[dict[str, Any], str]] = [
     ({"use_sliding_window": True}, r"use_sliding_window is True; only False is supported"),
     ({"attention_bias": True}, r"attention_bias is True; only False is supported"),
     ({"attention_dropout": 0.1}, r"attention_dropout is 0.1; only 0.0 is supported"),
-    ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; only 'silu' is supported"),
+    ({"hidden_act": "tanh"}, r"hidden_act is 'tanh'; expected one of silu, gelu, relu2"),
+    ({"hidden_act": "gelu"}, r"dense layers are SwiGLU, experts geglu; make all sparse"),
+    ({"model_type": "pith_moe"}, r"expert_type is None; expected one of swiglu, "),
     ({"model_type": "qwen3"}, r"model_type is 'qwen3'; only 'qwen3_moe' is supported"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope scaling .*yarn.* is not supported; set rope_scaling"),
     (

@@ -47,5 +47,5 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
 
 
 def test_norms_start_at_one() -> None:
-    values = initial_values(ParameterSpec("norm", (9,), decay=False), None, 3)
+    values = initial_values(ParameterSpec("norm", (9,), decay=False, mean=1.0), None, 3)
     assert values.dtype == torch.float64 and torch.equal(values, torch.ones(9, dtype=torch.float64))
