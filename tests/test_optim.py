@@ -22,13 +22,13 @@ from tests.parallel.meshes import mesh_of
 
 SPECS = [
     ParameterSpec("embedding", (13, 10), std=1.0),
-    ParameterSpec("layers.0.attention_norm", (70,), decay=False),
+    ParameterSpec("layers.0.attention_norm", (70,), decay=False, mean=1.0),
     ParameterSpec("layers.0.attention.qkv", (30, 10), std=1.0),
-    ParameterSpec("layers.0.attention.q_norm", (6,), decay=False),
+    ParameterSpec("layers.0.attention.q_norm", (6,), decay=False, mean=1.0),
     ParameterSpec("layers.0.router", (4, 10), std=1.0),
     ParameterSpec("layers.0.experts.gate_up", (4, 10, 10), expert=True, std=1.0),
     ParameterSpec("layers.0.experts.down", (4, 10, 5), expert=True, std=1.0),
-    ParameterSpec("norm", (130,), decay=False),
+    ParameterSpec("norm", (130,), decay=False, mean=1.0),
     ParameterSpec("head", (13, 10), std=1.0),
 ]
 MESHES = [{"dp": 1, "ep": 1}, {"dp": 2, "ep": 2}, {"dp": 4, "ep": 1}]

@@ -20,11 +20,11 @@ from tests.agreement import assert_close
 
 SPECS = [
     ParameterSpec("embedding", (13, 10), std=1.0),
-    ParameterSpec("layers.0.attention_norm", (70,), decay=False),
+    ParameterSpec("layers.0.attention_norm", (70,), decay=False, mean=1.0),
     ParameterSpec("layers.0.experts.gate_up", (4, 10, 11), expert=True, std=1.0),
     ParameterSpec("layers.0.router", (4, 10), std=1.0),
     ParameterSpec("layers.0.experts.down", (4, 10, 5), expert=True, std=1.0),
-    ParameterSpec("norm", (1,), decay=False),
+    ParameterSpec("norm", (1,), decay=False, mean=1.0),
     ParameterSpec("head", (13, 10), std=1.0),
 ]
 NAMES = [spec.name for spec in SPECS]
