@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from golden.world import run_world
+from pithdata import prepare
 from pithtrain.config import load
-from pithtrain.data import prepare
 from pithtrain.step import Trainee
 from pithtrain.train import loop, main
 from pithtrain.train.plan import make_plan

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from golden.synthetic import SyntheticDataset, synthetic_tokens
-from pithtrain.data import IGNORED_LABEL, Dataset, Samples, bigram_entropy, prepare, validation_batches
+from pithdata import prepare
+from pithdata.sources import documents
+from pithtrain.data import IGNORED_LABEL, Dataset, Samples, bigram_entropy, validation_batches
 from pithtrain.data.index import check_shards, read_index
 from pithtrain.data.order import sample_indices
-from pithtrain.data.sources import documents
 
 END = 256
 PINNED_ORDER = [1, 3, 9, 7, 6, 8, 5, 4, 3, 2, 0, 1]
@@ -102,7 +103,7 @@ def test_every_json_line_has_a_key_of_its_own(tmp_path: Path) -> None:
 PREPARE = """
 import sys
 from pathlib import Path
-from pithtrain.data import prepare
+from pithdata import prepare
 prepare([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3], holdout=0.3, shard_tokens=2**12)
 """
 
@@ -114,7 +115,7 @@ def test_threads_and_batches_do_not_change_a_byte(words: Path, tmp_path: Path, m
     for threads in ("1", "3"):
         command = [sys.executable, "-c", PREPARE, source, tmp_path / threads, words]
         subprocess.run(command, check=True, env={**os.environ, "RAYON_NUM_THREADS": threads})
-    monkeypatch.setattr("pithtrain.data.index.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("pithdata.writer.BATCH_CHARACTERS", 1000)
     prepare([source], tmp_path / "small", str(words), holdout=0.3, shard_tokens=2**12)
     one = folder_bytes(tmp_path / "1")
     assert len(one) > 50 and one == folder_bytes(tmp_path / "3") == folder_bytes(tmp_path / "small")

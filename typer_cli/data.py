@@ -33,7 +33,7 @@ def prepare(
 
     A whole dataset of the same inputs is left as it is; nothing else in DIR is ever replaced.
     """
-    from pithtrain.data import prepare as prepare_dataset
+    from pithdata import prepare as prepare_dataset
 
     info = prepare_dataset(
         sources,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pithtrain.data.index import FORMAT, Index, SplitWriter, check_shards, read_index
-from pithtrain.data.sources import Document, Files, Invalid, documents, find_files
-from pithtrain.data.tokenizer import open_tokenizer
+from pithdata.sources import Document, Files, Invalid, documents, find_files
+from pithdata.tokenizer import open_tokenizer
+from pithdata.writer import SplitWriter
+from pithtrain.data.index import FORMAT, Index, check_shards, read_index
 
 SPLITS = ("train", "validation")
 
