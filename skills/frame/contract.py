@@ -19,7 +19,7 @@ class Params(BaseModel):
     Relative paths are taken from the current directory: a Path is absolute when the skill sees it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     @field_validator("*", mode="after")
     @classmethod

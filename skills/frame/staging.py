@@ -17,7 +17,7 @@ from skills.frame import landing
 from skills.frame.landing import Change
 
 LOCK = Path("runs", "skills", ".lock")
-PATIENCE = 5.0  # seconds to wait for another run; one that was killed needs a moment to end its processes
+PATIENCE = 2.0  # seconds to wait for another run; one that was killed needs a moment to end its processes
 _AUTHOR = ("-c", "user.name=pith", "-c", "user.email=pith@localhost", "-c", "commit.gpgsign=false")
 
 

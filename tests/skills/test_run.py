@@ -1,0 +1,167 @@
+"""`pith skill run` on a toy skill, as a user meets it: every way to end, its exit code, and the tree afterwards."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skills.frame import Workspace, staging
+from tests.skills.toy import left_behind, make_checkout, napping, pith, run_python, start, tree, wait_for
+
+ADD = ("skill", "run", "add-word", "tree", "--weights", "3")
+NEW = {"deep/run.sh", "deep/link", *(f"deep/er/{number}.txt" for number in range(8))}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return make_checkout(tmp_path / "checkout")
+
+
+def test_a_run_lands_all_its_files(checkout: Path) -> None:
+    before = tree(checkout)
+    done = pith(checkout, *ADD)
+    assert done.returncode == 0, done.stderr
+    assert "The list has 3 words." in done.stdout and "created  deep/er/7.txt" in done.stdout
+    after = tree(checkout)
+    assert set(after) - set(before) == NEW and set(before) - set(after) == {"old/gone.txt"}
+    assert {name for name in set(before) & set(after) if before[name] != after[name]} == {"words.txt"}
+    assert after["words.txt"][1] == "a\nb\ntree\n" and after["deep/link"][1] == "../words.txt"
+    assert after["deep/run.sh"][0] & 0o111 == 0o111
+    assert left_behind(checkout) == []
+
+
+FAILING = [
+    (["tree", "--weights", "3", "--mood", "prove"], 1, "failed", "the word is not proven"),
+    (["tree", "--weights", "3", "--mood", "step"], 1, "failed", "the word is odd; choose another"),
+    (["tree", "--weights", "3", "--mood", "meddle"], 1, "failed", "the postconditions themselves changed files"),
+    (["Tree", "--weights", "3"], 3, "bad parameters", "WORD: got 'Tree', expected lowercase letters; write 'tree'"),
+    (["tree", "--weights", "x"], 3, "bad parameters", "--weights: got 'x'"),
+    (["tree"], 3, "bad parameters", "--weights; expected: pith skill run add-word"),
+    (["tree", "--weights", "3", "--colour"], 3, "bad parameters", "unrecognized arguments: --colour"),
+]
+RUNS = "import json, sys; from skills.frame.running import main; cases = json.loads(sys.argv[1])"
+RUNS += "; codes = [(main('add-word', [*words, '--json']), print('==='))[0] for words in cases]; print(codes)"
+
+
+def test_what_fails_has_its_code_and_changes_nothing(checkout: Path) -> None:
+    before = tree(checkout)
+    done = run_python(checkout, "-c", RUNS, json.dumps([words for words, *_ in FAILING]))
+    *texts, codes = done.stdout.split("\n===\n")
+    assert json.loads(codes) == [code for _, code, *_ in FAILING], done.stderr
+    for text, (words, code, status, said) in zip(texts, FAILING, strict=True):
+        report = json.loads(text)
+        assert (report["exit_code"], report["status"]) == (code, status), words
+        assert said in " ".join(report["failures"])
+    assert tree(checkout) == before and left_behind(checkout) == []
+
+
+def test_a_bug_of_the_skill_is_shown_and_changes_nothing(checkout: Path) -> None:
+    before = tree(checkout)
+    done = pith(checkout, *ADD, "--mood", "break", "--json")
+    assert done.returncode == 1 and "KeyError: 'a bug of the skill'" in done.stderr
+    assert json.loads(done.stdout)["status"] == "failed"
+    assert tree(checkout) == before and left_behind(checkout) == []
+
+
+def test_a_missing_precondition_says_the_remedy(checkout: Path) -> None:
+    (checkout / "words.txt").unlink()
+    done = pith(checkout, *ADD)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "missing: no words.txt\n  remedy: write one" in done.stderr
+
+
+def test_a_dry_run_shows_the_diff_and_lands_nothing(checkout: Path) -> None:
+    before = tree(checkout)
+    done = pith(checkout, *ADD, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert tree(checkout) == before and left_behind(checkout) == []
+    assert "+++ b/words.txt" in done.stdout and "\n+tree\n" in done.stdout and "deleted file mode 100644" in done.stdout
+    (patch,) = (checkout / "runs/skills/add-word").glob("*/change.diff")
+    assert pith(checkout, *ADD).returncode == 0
+    landed = tree(checkout)
+    staging.git(checkout, "apply", "--reverse", str(patch))
+    assert tree(checkout) == before != landed
+
+
+def test_the_json_is_whole_and_kept(checkout: Path) -> None:
+    done = pith(checkout, *ADD, "--json", "--weights", "4")
+    report = json.loads(done.stdout)
+    assert report["result"] == {"words": 3} and report["params"]["weights"] == [3, 4]
+    assert report["params"]["list_file"] == str(checkout / "words.txt")
+    assert report["changes"]["words.txt"] == "changed" and report["changes"]["old/gone.txt"] == "removed"
+    assert json.loads((Path(report["out"]) / "result.json").read_text()) == report
+    assert done.stderr == "landing 12 files\n"
+
+
+def test_what_was_edited_meanwhile_is_kept_and_nothing_lands(checkout: Path) -> None:
+    before = tree(checkout)
+    done = pith(checkout, *ADD, "--mood", "edit")
+    assert done.returncode == 1 and "words.txt: changed in the checkout meanwhile" in done.stderr
+    after = tree(checkout)
+    assert after.pop("words.txt")[1] == "somebody's\n" and before.pop("words.txt") and after == before
+    assert left_behind(checkout) == []
+
+
+def test_a_second_run_is_refused_while_one_holds_the_checkout(checkout: Path) -> None:
+    with staging.locked(checkout):
+        before = tree(checkout)
+        done = pith(checkout, *ADD)
+        assert done.returncode == 2 and "missing: another skill is changing this checkout" in done.stderr
+        assert tree(checkout) == before
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_no_process_survives_a_killed_run(checkout: Path, whole_group: bool) -> None:
+    process = start(checkout, *ADD, "--mood", "wait")
+    wait_for(lambda: napping(checkout))
+    if whole_group:
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.terminate()
+    assert process.wait(20) == (-signal.SIGKILL if whole_group else 130)
+    with staging.locked(checkout, patience=20):  # free when the last process is gone
+        assert not napping(checkout)
+    process.communicate()
+    assert (left_behind(checkout) == []) is not whole_group
+    assert pith(checkout, *ADD).returncode == 0 and left_behind(checkout) == []
+
+
+def test_the_script_in_the_folder_does_the_same(checkout: Path) -> None:
+    script = [sys.executable, "skills/add-word/scripts/run.py", "tree", "--weights", "3"]
+    done = subprocess.run(script, cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "The list has 3 words." in done.stdout, done.stderr
+
+
+def test_without_git_history_too(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".git")
+    before = tree(checkout)
+    done = pith(checkout, *ADD)
+    assert done.returncode == 0, done.stderr
+    assert set(tree(checkout)) - set(before) == NEW and "ignored.log" not in done.stdout
+
+
+def test_help_is_made_from_the_parameters(checkout: Path) -> None:
+    done = pith(checkout, "skill", "run", "add-word", "--help")
+    words = " ".join(done.stdout.split())
+    assert done.returncode == 0 and "usage: pith skill run add-word [-h] --weights WEIGHTS [--mood MOOD]" in words
+    assert "How the toy behaves: 100% calm, or in a way that a test wants to see. (calm|step|" in words
+    assert "default: calm)" in words and "Numbers to stand beside it. (int, repeatable)" in words
+    assert "add-word" in pith(checkout, "skill", "list").stdout
+    assert "# Add a word" in pith(checkout, "skill", "show", "add-word").stdout
+    assert pith(checkout, "skill", "run", "no-such").returncode == 3
+
+
+def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    workspace = Workspace(make_checkout(tmp_path / "checkout"), tmp_path)
+    nap = "import subprocess; subprocess.Popen(['sleep', '61.5'], start_new_session=True)"
+    done = workspace.run("timeit", "-n1", "-r1", nap, seconds=30)
+    assert done.returncode == 0 and "1 loop" in done.stdout and not napping(workspace.root)
+    done = workspace.run("timeit", "-n1", "-r1", f"{nap}.wait()", seconds=0.5)
+    assert done.returncode == 124 and done.stderr == "no answer within 0.5 s: ended\n"
+    assert not napping(workspace.root)
+    assert "returned 2, expected 0" in workspace.failures("json.tool", "no-such-file", seconds=30)[0]
