@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+from triton.runtime.errors import InterpreterError
 
 from pithtrain.ops import fp8, fp8_gemm
 from pithtrain.ops.fp8 import E4M3, Quantised, RowBlocks, dequantise, dequantise_weight, quantise, quantise_weight
@@ -98,6 +100,12 @@ def test_the_public_functions_choose_the_kernels(monkeypatch: pytest.MonkeyPatch
         assert ((got - expected).norm() / expected.norm()).item() < 1e-2  # bf16 in between
 
 
+@pytest.mark.xfail(
+    triton.__version__.startswith("3.6."),
+    raises=InterpreterError,
+    strict=True,
+    reason="3.6 cannot interpret dot_scaled",
+)
 def test_mxfp8() -> None:
     """Blocks of 32 with E8M0 scales, against float64."""
     x, weight = randn(130, 256).to(E4M3), randn(20, 256, seed=1).to(E4M3)
