@@ -29,11 +29,13 @@ class Compute:
     """How a product is computed: its precision, and where a weight gradient goes (None: into its buffer at once).
 
     quantised: FP8 copies of weights, made at their first use and good until the weights change: one Compute a step.
+    blocks: of dense products, by their number of rows.
     """
 
     precision: Precision = "fp32"
     deferred: list[Callable[[], None]] | None = None
     quantised: dict[Weight, tuple[Quantised, Quantised]] = field(default_factory=dict)
+    blocks: dict[int, RowBlocks] = field(default_factory=dict)
 
     def uses_fp8(self, weight: Weight) -> bool:
         """Whether products with this weight are in FP8: not those of weights that are fp32 whatever the precision."""
@@ -44,6 +46,12 @@ class Compute:
         if weight not in self.quantised:
             self.quantised[weight] = quantise_weight(_matrices(weight.value))
         return self.quantised[weight]
+
+    def one_group(self, rows: Tensor) -> RowBlocks:
+        """The blocks of rows [M, I] that are one group."""
+        if rows.shape[0] not in self.blocks:
+            self.blocks[rows.shape[0]] = RowBlocks.of((rows.shape[0],), rows.device)
+        return self.blocks[rows.shape[0]]
 
     def weight_gradient(self, add: Callable[[], None]) -> None:
         """Runs `add`, which adds a weight gradient to its buffer, now or when the queue is drained."""
@@ -142,7 +150,7 @@ def linear(x: Tensor, weight: Weight, compute: Compute) -> Tensor:
     output: Tensor
     if compute.uses_fp8(weight):
         rows = x.flatten(0, -2)
-        output = _FP8Linear.apply(rows, weight, RowBlocks.of((rows.shape[0],), x.device), compute)
+        output = _FP8Linear.apply(rows, weight, compute.one_group(rows), compute)
         return output.view(*x.shape[:-1], weight.value.shape[0])
     output = _Linear.apply(x, weight, compute)
     return output

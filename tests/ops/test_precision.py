@@ -1,5 +1,7 @@
 """bf16 and FP8 products against float64, and what each leaves in fp32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -89,9 +91,12 @@ def test_weights_are_quantised_once_for_a_compute(monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         linear(x, weight, compute).sum().backward()
     assert len(calls) == 1
+    other = bf16_weight(12, 16)
+    linear(x, other, replace(compute, deferred=[]))
+    assert [*compute.blocks] == [4], "blocks of rows are made once too, for every weight and however gradients wait"
     before = linear(x, weight, compute)
     weight.value.mul_(2)
-    assert torch.equal(linear(x, weight, Compute("fp8")), before * 2) and len(calls) == 2
+    assert torch.equal(linear(x, weight, Compute("fp8")), before * 2) and len(calls) == 3
 
 
 def test_an_fp32_weight_stays_out_of_fp8() -> None:
