@@ -158,7 +158,7 @@ def test_help_is_made_from_the_parameters(checkout: Path) -> None:
 
 def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
     workspace = Workspace(make_checkout(tmp_path / "checkout"), tmp_path)
-    nap = "import subprocess; subprocess.Popen(['sleep', '61.5'], start_new_session=True)"
+    nap = "import subprocess; subprocess.Popen(['sleep', '61.5'], stdout=-3, stderr=-3, start_new_session=True)"
     done = workspace.run("timeit", "-n1", "-r1", nap, seconds=30)
     assert done.returncode == 0 and "1 loop" in done.stdout and not napping(workspace.root)
     done = workspace.run("timeit", "-n1", "-r1", f"{nap}.wait()", seconds=0.5)

@@ -83,6 +83,8 @@ def test_help_takes_at_most_two_and_a_half_times_importing_typer() -> None:
         "schedule",
         "timeline",
         "ops",
+        "skill",
+        "skill run",
     ],
 )
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_folder_without_spec_is_no_checkout(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["verify", "mutants", "bench", "schedule 1f1b", "spec check", "spec schema --write"]
+    "command", ["verify", "mutants", "bench", "schedule 1f1b", "spec check", "spec schema --write", "skill list"]
 )
 def test_outside_a_checkout_the_remedy_is_given(command: str, tmp_path: Path) -> None:
     result = pith(*command.split(), cwd=tmp_path)
