@@ -41,6 +41,7 @@ FAILING = [
     (["tree", "--weights", "3", "--mood", "meddle"], 1, "failed", "the postconditions themselves changed files"),
     (["Tree", "--weights", "3"], 3, "bad parameters", "WORD: got 'Tree', expected lowercase letters; write 'tree'"),
     (["tree", "--weights", "x"], 3, "bad parameters", "--weights: got 'x'"),
+    (["-x @ w.T", "--weights", "3", "--mood", "happy"], 3, "bad parameters", "--mood: got 'happy'"),
     (["tree"], 3, "bad parameters", "--weights; expected: pith skill run add-word"),
     (["tree", "--weights", "3", "--colour"], 3, "bad parameters", "unrecognized arguments: --colour"),
 ]
@@ -153,7 +154,54 @@ def test_help_is_made_from_the_parameters(checkout: Path) -> None:
     assert "default: calm)" in words and "Numbers to stand beside it. (int, repeatable)" in words
     assert "add-word" in pith(checkout, "skill", "list").stdout
     assert "# Add a word" in pith(checkout, "skill", "show", "add-word").stdout
-    assert pith(checkout, "skill", "run", "no-such").returncode == 3
+
+
+COUNT = """
+from pathlib import Path
+
+from skills.frame import Missing, Params, Result, Skill, Workspace
+
+
+class Counted(Result):
+    words: int
+
+    def summary(self) -> str:
+        return f"{self.words} words."
+
+
+class CountWords(Skill[Params, Counted]):
+    params, result = Params, Counted
+
+    def preconditions(self, params: Params, root: Path) -> list[Missing]:
+        return []
+
+    def steps(self, params: Params, workspace: Workspace) -> Counted:
+        words = (workspace.root / "words.txt").read_text().split()
+        (workspace.out / "words").write_text(" ".join(words))
+        return Counted(words=len(words))
+
+    def postconditions(self, params: Params, result: Counted, workspace: Workspace) -> list[str]:
+        return [] if result.words else ["no words"]
+
+
+SKILL = CountWords()
+"""
+
+
+def test_a_skill_that_only_reads_works_in_the_checkout(checkout: Path) -> None:
+    (checkout / "skills/count_words.py").write_text(COUNT)
+    (checkout / "skills/count-words").mkdir()
+    page = "---\nmetadata: {pith.entry: 'skills.count_words:SKILL'}\n---\n"
+    (checkout / "skills/count-words/SKILL.md").write_text(page)
+    dry = pith(checkout, "skill", "run", "--dry-run", "count-words")
+    assert dry.returncode == 0 and "dry run" in dry.stdout and not (checkout / "runs/skills/count-words").exists()
+    with staging.locked(checkout):  # it changes nothing, so it need not wait for one that does
+        done = pith(checkout, "skill", "run", "count-words")
+    assert done.returncode == 0 and "2 words." in done.stdout, done.stderr
+    (words,) = (checkout / "runs/skills/count-words").glob("*/words")
+    assert words.read_text() == "a b" and (words.parent / "result.json").is_file()
+    (checkout / "words.txt").write_text("")
+    assert pith(checkout, "skill", "run", "count-words").returncode == 1
 
 
 def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
