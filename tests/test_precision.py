@@ -44,6 +44,9 @@ def test_router_norms_masters_and_gradients_are_fp32(precision: Precision) -> No
     assert fp32 == {name for name in weights if name.endswith(("norm", "router"))}
     assert all(weight.grad.dtype == torch.float32 for weight in weights.values())
     assert all(master.dtype == torch.float32 for master in trainee.shard.masters().values())
+    masters, wide = trainee.shard.masters(), trainee_in("fp32").shard
+    for name in weights:
+        assert torch.equal(trainee.shard.whole(masters, name), wide.whole(wide.masters(), name)), f"{name}: rounded"
 
 
 @pytest.mark.parametrize("precision", NARROW)
