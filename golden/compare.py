@@ -33,7 +33,7 @@ class Band:
 
 
 SAME = Band()
-BANDS: dict[Precision, Band] = {"fp32": SAME, "bf16": Band(0.0025, 0.03), "fp8": Band(0.02, 0.2)}  # see README.md
+BANDS: dict[Precision, Band] = {"fp32": SAME, "bf16": Band(0.0025, 0.02), "fp8": Band(0.02, 0.15)}  # see README.md
 
 
 @dataclass(frozen=True)

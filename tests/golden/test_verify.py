@@ -58,6 +58,9 @@ MESH_COST = but((BASE, MESH), lambda found: replace(found, costs=replace(found.c
 FP8, FP8_MESH = Layout(precision="fp8"), next(item for item in BASE.layouts if (item.precision, item.dp) == ("fp8", 2))
 LOSS = trace.read("base").trace.steps[0].loss
 FP8_STRAYS = but((BASE, FP8), with_step(4, loss=1.0))
+FP8_NORM = but((BASE, FP8), with_step(0, grad_norm=trace.read("base").trace.steps[0].grad_norm * 1.16))
+FP8_NORM_LATER = but((BASE, FP8), with_step(1, grad_norm=trace.read("base").trace.steps[1].grad_norm * 1.16))
+FP8_NAN_LATER = but((BASE, FP8), with_step(1, grad_norm=float("nan")))
 FP8_WITHIN = but((BASE, FP8_MESH), with_step(1, loss=trace.read("base").trace.steps[1].loss * 1.01))
 FP8_MESH_DIFFERS = but((BASE, FP8_MESH), with_step(0, loss=LOSS * (1 + 2e-5)))
 FP8_ROUNDS = but((BASE, FP8), lambda found: replace(found, costs=replace(found.costs, roundings={"e4m3": 1})))
@@ -74,6 +77,9 @@ MESH_FAILS = but((BASE, MESH), lambda found: "rank 1: ValueError: planted")
         (MESH_LATER, 0, "same"),
         (MESH_COST, 1, "base, EP2 x DP2, n=1: .*first of 1 differing: collectives"),
         (FP8_STRAYS, 1, "base, 1 rank, n=1, fp8: first of 1 differing: step 4, loss"),
+        (FP8_NORM, 1, "base, 1 rank, n=1, fp8: first of 1 differing: step 0, grad_norm"),
+        (FP8_NORM_LATER, 0, "same"),
+        (FP8_NAN_LATER, 1, "base, 1 rank, n=1, fp8: first of 1 differing: step 1, grad_norm"),
         (FP8_WITHIN, 0, "same"),
         (FP8_MESH_DIFFERS, 1, "base, DP2, n=2, fp8, .*first of 1 differing: step 0, loss"),
         (FP8_ROUNDS, 1, "base, 1 rank, n=1, fp8: .*first of 1 differing: roundings"),
