@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from pithtrain.choices import ExpertType
 from pithtrain.layers.balance import Objective
 from pithtrain.models.architecture import Architecture
 from pithtrain.ops.linear import Precision
@@ -17,6 +18,7 @@ from pithtrain.optim import LearningRate
 from pithtrain.step import Execution
 
 STEPS = 50
+EXPERT_STEPS = 12  # of a case for a type of experts
 LAYOUT_STEPS = 5  # of a trace that layouts are compared with
 
 
@@ -141,6 +143,31 @@ DEEP_TIED = replace(
     tie_word_embeddings=True,
 )
 
+EXPERT_TYPES: tuple[tuple[ExpertType, int], ...] = (  # and the case's seed
+    ("clamped_swiglu", 4),
+    ("geglu", 4),
+    ("gated_relu2", 6),
+    ("relu2", 3),
+    ("gelu", 1),
+)
+
+
+def _experts_case(kind: ExpertType, seed: int) -> Case:
+    """A short run of a shallow model with experts of one type."""
+    return Case(
+        name=f"experts-{kind.replace('_', '-')}",
+        arch=replace(TINY, num_layers=2, sparse_layers=(True, True), expert_type=kind),
+        objective=Objective(),
+        optimizer=OptimizerSpec("adamw", LearningRate("constant", 3e-3, EXPERT_STEPS)),
+        layouts=(
+            Layout(dp=2, ep=2, num_microbatches=2, execution=Execution("zbv", recompute="experts")),
+            Layout(ep=2, precision="fp8"),
+        ),
+        steps=EXPERT_STEPS,
+        seed=seed,
+    )
+
+
 CASES = (
     Case(
         name="base",
@@ -213,6 +240,7 @@ CASES = (
         bias_rate=0.002,
         seed=4,
     ),
+    *(_experts_case(kind, seed) for kind, seed in EXPERT_TYPES),
 )
 
 

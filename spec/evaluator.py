@@ -93,20 +93,36 @@ def sample(formula: Formula) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def refuse_useless(formula: Formula) -> None:
-    """FormulaError where ordinary inputs give no finite number, or where x or a weight gets no gradient."""
+    """FormulaError where ordinary inputs, or vectors at zero as they start, give no finite number or no gradient."""
     x, values = sample(formula)
+    grads = _gradients(formula, x, values, "on ordinary inputs")
+    for name, grad in grads.items():
+        if not grad.any():
+            problem = f"no gradient reaches {name}: the result is the same whatever it is; let it matter"
+            raise FormulaError("formula", problem, formula.text, _place(formula, name))
+    vectors = {name: torch.zeros_like(value).requires_grad_() for name, value in values.items() if value.dim() == 1}
+    grads = _gradients(formula, x, values | vectors, "where vectors are zero, as they start")
+    if not any(grads[name].any() for name in values):
+        problem = "no weight gets a gradient while vectors are zero, as they start; write (1 + v) for a factor v"
+        raise FormulaError("formula", problem, formula.text, _place(formula, next(iter(vectors or values))))
+
+
+def _gradients(formula: Formula, x: Tensor, values: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Of the sum of the result, to x and the weights. FormulaError for what is not finite."""
     parts = evaluate_parts(formula, x, values)
     for node, value in parts.items():
         if not value.isfinite().all():
-            problem = "not finite on ordinary inputs; keep the argument where it is, as log(1 + square(h))"
+            problem = f"not finite {where}; keep the argument where it is, as log(1 + square(h)) does"
             raise FormulaError("formula", problem, formula.text, node.span)
     leaves = {"x": x, **values}
     grads = torch.autograd.grad(parts[formula.root].sum(), list(leaves.values()), allow_unused=True)
-    for name, grad in zip(leaves, grads, strict=True):
-        where = next(node.span for node in formula.nodes() if name in (node.weight, node.name))
-        if grad is None or not grad.any():
-            problem = f"no gradient reaches {name}: the result is the same whatever it is; let it matter"
-            raise FormulaError("formula", problem, formula.text, where)
+    found = {name: leaves[name] * 0 if grad is None else grad for name, grad in zip(leaves, grads, strict=True)}
+    for name, grad in found.items():
         if not grad.isfinite().all():
-            problem = f"the gradient to {name} is not finite on ordinary inputs; keep off kinks, as sqrt has at 0"
-            raise FormulaError("formula", problem, formula.text, where)
+            problem = f"the gradient to {name} is not finite {where}; keep off kinks, as sqrt has at 0"
+            raise FormulaError("formula", problem, formula.text, _place(formula, name))
+    return found
+
+
+def _place(formula: Formula, name: str) -> tuple[int, int]:
+    return next(node.span for node in formula.nodes() if name in (node.weight, node.name))

@@ -30,7 +30,7 @@ def save_after_a_step(case: Case, layout: Layout, source: Path | None, folder: P
     state, moments = ShardState(trainee.shard, optimizer), tuple(optimizer.state())
     if source is None:
         trainee.shard.initialise(case.seed)
-        take(case, trainee, optimizer, batches(case, make_dataset(case), layout, mesh, 0), 0, 0, None)
+        take(case, trainee, optimizer, batches(case, make_dataset(case), layout, mesh, 0), 0, 0, None, None)
     else:
         load(source, state, family, ranks, moments=moments)
     saver = Saver(folder, ranks, keep=1, background=False, moments=moments)

@@ -1,7 +1,7 @@
 """The golden traces by an independent loop: transformers' model, torch's optimizer, the same weights and batches.
 
 Nothing of the trainer computes here: it gives the initial weights and the batches, spec.reference the balance losses
-and the schedule. Routing biases are left out: transformers has none.
+and the schedule. Routing biases and types of experts that transformers does not have in this family are left out.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.models import hf
 
 NUM_STEPS = 10
 ROOMS = {"embed_tokens": "embedding", "self_attn": "attention", "experts": "experts", "gate.weight": "router"}
-COVERED = [case for case in CASES if not case.bias_rate]
+COVERED = [case for case in CASES if not case.bias_rate and to_hf_config(case.arch)["model_type"] == "qwen3_moe"]
 
 
 def initial_model(case: Case) -> Qwen3MoeForCausalLM:
@@ -139,6 +139,7 @@ def test_traces_are_those_of_an_independent_loop(case: Case) -> None:
 
 
 def test_the_loop_covers_what_it_can() -> None:
-    assert [case.name for case in CASES if case not in COVERED] == ["bias-balance", "pipeline"]
+    left_out = {"bias-balance", "pipeline", "experts-clamped-swiglu", "experts-relu2", "experts-gelu"}
+    assert {case.name for case in CASES if case not in COVERED} == left_out
     assert all(case.num_microbatches == 1 for case in COVERED)
     assert replace(COVERED[0], seed=9).fingerprint() != COVERED[0].fingerprint()

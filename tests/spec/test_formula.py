@@ -1,0 +1,155 @@
+"""Formulas of experts: what they compute, what follows from them, and where a text that is none is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spec.document import read
+from spec.evaluator import evaluate, refuse_useless
+from spec.formula import FormulaError, parse
+from spec.reference.experts import clamped_swiglu, swiglu
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = "up:F,D down:D,F"
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_formulas_of_the_spec_can_be_experts() -> None:
+    experts = read(ROOT).experts
+    assert {"swiglu", "clamped_swiglu", "geglu", "gated_relu2", "relu2", "gelu"} <= {expert.name for expert in experts}
+    for expert in experts:
+        refuse_useless(parse(expert.formula, expert.weights))
+
+
+def test_spec_formulas_are_the_reference_equations() -> None:
+    """SwiGLU's and GPT-OSS's, which have equations of their own."""
+    formulas = {expert.name: parse(expert.formula, expert.weights) for expert in read(ROOT).experts}
+    x = draw(9, 4, seed=0) * 6
+    weights = {"gate": draw(3, 4, seed=1), "up": draw(3, 4, seed=2), "down": draw(4, 3, seed=3)}
+    both = torch.cat([weights["gate"], weights["up"]])
+    torch.testing.assert_close(evaluate(formulas["swiglu"], x, weights), swiglu(x, both, weights["down"]))
+    biases = {"gate_bias": draw(3, seed=4), "up_bias": draw(3, seed=5), "down_bias": draw(4, seed=6)}
+    hidden = clamped_swiglu(x @ both.T + torch.cat([biases["gate_bias"], biases["up_bias"]]), 1.702, 7.0)
+    expected = hidden @ weights["down"].T + biases["down_bias"]
+    torch.testing.assert_close(evaluate(formulas["clamped_swiglu"], x, weights | biases), expected)
+
+
+CASES = {
+    "x - 2 * (x @ w.T) / 4": lambda x, w, v: x - (x @ w.T) / 2,
+    "-x ** 2 + +v": lambda x, w, v: v - x**2,
+    "1 / (1 + exp(-x)) + v": lambda x, w, v: torch.sigmoid(x) + v,
+    "x * mean(square(x)) ** -0.5 * v": lambda x, w, v: x * v / (x**2).mean(-1, keepdim=True).sqrt(),
+    "softmax(x @ w.T) * v": lambda x, w, v: (x @ w.T).softmax(-1) * v,
+    "maximum(x, v) + minimum(x, 1) * maximum(-1, v)": lambda x, w, v: (
+        torch.maximum(x, v) + x.clamp(max=1) * v.clamp(min=-1)
+    ),
+    "clamp(x, -1, 0.5) + v": lambda x, w, v: x.clamp(-1, 0.5) + v,
+    "silu(x) + gelu(x) + gelu_tanh(x) + relu(x) + tanh(x) + v": lambda x, w, v: (
+        F.silu(x) + F.gelu(x) + F.gelu(x, approximate="tanh") + F.relu(x) + torch.tanh(x) + v
+    ),
+    "softplus(x) + mish(x) + elu(x) + log(1 + abs(x)) + sqrt(2 + sin(x)) + cos(x) + v": lambda x, w, v: (
+        F.softplus(x) + F.mish(x) + F.elu(x) + torch.log1p(x.abs()) + (2 + x.sin()).sqrt() + x.cos() + v
+    ),
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_what_a_formula_computes(text: str) -> None:
+    """Every operator and function, and Python's precedence of signs and powers."""
+    x, w, v = draw(5, 4, seed=0), draw(4, 4, seed=1), draw(4, seed=2)
+    declared = "w:D,D v:D" if "w.T" in text and "v" in text.replace("w.T", "") else "w:D,D" if "w.T" in text else "v:D"
+    formula = parse(text, declared)
+    torch.testing.assert_close(evaluate(formula, x, {"w": w, "v": v}), CASES[text](x, w, v))
+
+
+def test_counts() -> None:
+    """An equal product is computed once; vectors are parameters and no product; 2F and numbers are sizes."""
+    text = "(silu(x @ a.T) * (x @ a.T) + bias) @ b.T @ c.T"
+    formula = parse(text, "a:2F,D bias:2F b:3,2F c:D,3")
+    assert formula.num_parameters(8, 5) == 10 * 8 + 10 + 3 * 10 + 8 * 3
+    assert formula.flops(8, 5) == 2 * (10 * 8 + 3 * 10 + 8 * 3)
+    assert len(formula.products()) == 3
+
+
+REFUSED = [
+    # formula, weights, the part marked, what is said
+    ("swosh(x @ up.T) @ down.T", TWO, "swosh", "unknown function 'swosh', expected one of silu"),
+    ("silu(x @ upp.T) @ down.T", TWO, "upp.T", "right side of @"),
+    ("silu(x @ up.T) + upp", TWO, "upp", "no weight is called 'upp', expected one of x, up, down"),
+    ("silu(x @ up) @ down.T", TWO, "up", "expected up.T"),
+    ("silu(x @ up.T) @ down.T", "up:F,D down:F,D", "silu(x @ up.T) @ down.T", "shape [.., F], down [F, D] expects"),
+    ("silu(x @ up.T)", "up:F,D", "silu(x @ up.T)", "the result has shape [.., F], expected [.., D]"),
+    ("x @ a.T + x @ b.T @ c.T", "a:D,D b:F,D c:F,F", "x @ a.T + x @ b.T @ c.T", "shapes [.., D] and [.., F]"),
+    ("silu(x @ up.T, 2) @ down.T", TWO, "silu(x @ up.T, 2)", "silu got 2 arguments, expected 1"),
+    ("up * x", "up:F,D", "up", "up [F, D] is a matrix"),
+    ("x @ v.T", "v:D", "v.T", "v [D] is a vector"),
+    ("x * up.T", "up:D,D", "up.T", "up.T stands alone"),
+    ("x ** v", "v:D", "v", "an exponent is a number"),
+    ("clamp(x, v, 2)", "v:D", "v", "clamp's limits are numbers"),
+    ("clamp(x, 2, -2) * v", "v:D", "clamp(x, 2, -2)", "low 2 and high -2"),
+    ("relu(3) * x + v", "v:D", "3", "relu of a number"),
+    ("x * v + 1 / 0", "v:D", "1 / 0", "not finite"),
+    ("x * v[0]", "v:D", "v[0]", "not allowed here"),
+    ("x.sum() * v", "v:D", "x.sum()", "not allowed here"),
+    ("x if v else x", "v:D", "x if v else x", "not allowed here"),
+    ("'x' * v", "v:D", "'x'", "not allowed here"),
+    ("True * x * v", "v:D", "True", "not allowed here"),
+    ("silu(x @ up.T @ down.T", TWO, "(", "cannot be read"),
+    ("x * vé", "v:D", "é", "ASCII"),
+    ("-" * 400 + "x * v", "v:D", None, "nested too deep"),
+    ("-" * 99 + "x * v" + " " * 3, "v:D", None, "nested too deep"),
+    ("v + 1", "v:D", "v + 1", "x is not used"),
+    ("2 * 3", "", "2 * 3", "the result has no shape"),
+    ("x * 2", "", "x * 2", "no weight"),
+    ("0 * x + v", "v:D", "x", "no gradient reaches x"),
+    ("x + relu(-square(v))", "v:D", "v", "no gradient reaches v"),
+    ("softmax(x @ g.T) * x", "g:1,D", "g.T", "no gradient reaches g"),
+    ("log(x @ w.T)", "w:D,D", "log(x @ w.T)", "not finite on ordinary inputs"),
+    ("x / v", "v:D", "x / v", "not finite where vectors are zero"),
+    ("x * v * w", "v:D w:D", "v", "no weight gets a gradient while vectors are zero"),
+    ("sqrt(abs(x - x)) + w", "w:D", "x", "the gradient to x is not finite"),
+]
+
+
+@pytest.mark.parametrize(("text", "weights", "marked", "said"), REFUSED, ids=[row[3] for row in REFUSED])
+def test_a_formula_that_is_none_is_refused_with_its_place(
+    text: str, weights: str, marked: str | None, said: str
+) -> None:
+    with pytest.raises(FormulaError) as refused:
+        refuse_useless(parse(text, weights))
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("formula: ") and said in lines[0]
+    if marked is not None:
+        start = lines[2].index("^")
+        assert lines[1][start : len(lines[2])] == marked
+
+
+REFUSED_WEIGHTS = [
+    ("up:F,D down:D,F b:F", "b", "'b' is not used"),
+    ("up:F,D down:D,F up:F,D", "up", "declared twice"),
+    ("up:F,D down:D,F x:D", "x", "the token's hidden state"),
+    ("up:F,D down:D,F silu:D", "silu", "a function"),
+    ("up:F,D down:D,F lambda:D", "lambda", "a word of Python"),
+    ("up:F,D down:H,F", "H,F", "got sizes 'H,F'"),
+    ("up:F,D down:D,F,D", "D,F,D", "got sizes 'D,F,D'"),
+    ("up:F,D down:0F,D", "0F,D", "got sizes"),
+    ("up:F,D down", "down", "expected name:sizes"),
+    ("up:F,D Down:D,F", "Down:D,F", "small letters"),
+    ("up:F,D down:", None, "got sizes ''"),
+]
+
+
+@pytest.mark.parametrize(("weights", "marked", "said"), REFUSED_WEIGHTS, ids=[row[2] for row in REFUSED_WEIGHTS])
+def test_weights_that_are_none_are_refused_with_their_place(weights: str, marked: str | None, said: str) -> None:
+    with pytest.raises(FormulaError) as refused:
+        parse("gelu(x @ up.T) @ down.T", weights)
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("weights: ") and said in lines[0]
+    if marked is not None:
+        start = lines[2].rindex("^")
+        assert lines[1][start : len(lines[2])] == marked
