@@ -21,7 +21,6 @@ $(STAMP): pyproject.toml constraints.txt
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 # The Python standard library's own sources become tokens, then a small MoE is trained in two processes.
 # More options for `pith train`: make train ARGS="--set train.steps=50"
