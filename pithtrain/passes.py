@@ -161,7 +161,7 @@ def _sparse_forward(
         recompute=whole,
         again=lambda outputs: partial(attend, choice=Replayed(outputs[3])),
     )
-    route = yield from make_route(ids, counts.shape[-1], setting.mesh.ep, layer.name)
+    route = yield from make_route(ids, counts.shape[-1], setting.mesh.ep, layer.name, setting.observe)
     if tape.keeps:
         tape.routes.append(route)
     x, weights, local_ids = yield from dispatch(route, x, weights, ids)

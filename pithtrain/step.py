@@ -159,7 +159,7 @@ def count(trainee: Trainee, batches: Sequence[Batch]) -> Totals:
     tokens = [batch.tokens.numel() if batch.padding is None else int((~batch.padding).sum()) for batch in batches]
     local = torch.tensor([labels, *tokens], device=trainee.device)
     (summed,) = trainee.transport.run(AllReduce(local, trainee.mesh.dense))
-    total_labels, *slice_tokens = read_ints(summed)
+    total_labels, *slice_tokens = trainee.observe("labels", "host", lambda: read_ints(summed))
     sequences = sum(batch.tokens.shape[0] for batch in batches) * trainee.mesh.data_ranks
     return Totals(total_labels, tuple(slice_tokens), sequences)
 
@@ -317,14 +317,15 @@ class _Work:
             (counts,) = trainee.transport.run(AllReduce(counts, trainee.mesh.world))
         gap = torch.stack(self.gaps).min() if self.gaps else zero + math.inf
         norms = trainee.shard.square_norms(flat)
-        loss, balance, z, smallest_gap, *squares = read_floats(torch.cat([losses, gap.double()[None], norms]))
+        figures = torch.cat([losses, gap.double()[None], norms])
+        loss, balance, z, smallest_gap, *squares = trainee.observe("figures", "host", lambda: read_floats(figures))
         return Gradients(
             loss=loss / max(totals.labels, 1),
             balance_loss=balance,
             z_loss=z,
             flat=flat,
             square_norms={spec.name: square for spec, square in zip(trainee.shard.specs, squares, strict=True)},
-            num_tokens_per_expert=to_host(counts),
+            num_tokens_per_expert=trainee.observe("loads", "host", lambda: to_host(counts)),
             num_labels=totals.labels,
             chosen=tuple(self.chosen),
             gap=smallest_gap,

@@ -86,7 +86,7 @@ def _rows(spans: list[Span]) -> Iterator[tuple[str, str, int, int]]:
     launched = defaultdict[str, deque[int]](deque)
     for name, phase, start, end in spans:
         match phase:
-            case "action" | "step":
+            case "action" | "step" | "host":
                 yield "steps", name, start, end
             case "forward" | "backward":
                 yield "compute", f"{name} {phase}", start, end

@@ -109,7 +109,7 @@ def test_segments_have_their_names() -> None:
     seen: list[str] = []
 
     def observe(name: str, phase: Phase, run: Callable[[], Any]) -> Any:
-        seen.append(name)
+        seen.append(f"host {name}" if phase == "host" else name)
         return run()
 
     trainees = sharded(2)
@@ -121,10 +121,10 @@ def test_segments_have_their_names() -> None:
     done = in_step(runs, lambda request: seen.append(f"({request.name})"))
     assert seen == [
         "embedding",
-        *("layers.0.attention", "(layers.0.counts)", "(layers.0.dispatch)"),
+        *("layers.0.attention", "(layers.0.counts)", "host layers.0.sizes", "(layers.0.dispatch)"),
         *("layers.0.experts", "(layers.0.combine)", "layers.0.aggregate"),
         "layers.1.attention",
-        *("layers.2.attention", "(layers.2.counts)", "(layers.2.dispatch)"),
+        *("layers.2.attention", "(layers.2.counts)", "host layers.2.sizes", "(layers.2.dispatch)"),
         *("layers.2.experts", "(layers.2.combine)", "layers.2.aggregate"),
         *("norm", "head"),
     ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from pithtrain.ops.host import read_ints
 from pithtrain.ops.permute import Permutation, gather_rows, plan, sum_copies
 from pithtrain.parallel.mesh import Axis
+from pithtrain.parallel.tape import Observe, unobserved
 from pithtrain.parallel.transport import AllToAll, Counts, Request
 
 Exchange = Generator[Request, tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -39,17 +40,19 @@ class Route:
 
 
 def make_route(
-    topk_expert_ids: Tensor, num_experts: int, ep: Axis, name: str = ""
+    topk_expert_ids: Tensor, num_experts: int, ep: Axis, name: str = "", observe: Observe = unobserved
 ) -> Generator[Request, tuple[Tensor, ...], Route]:
     """ids [T, K] int64 -> the route of layer `name`. One small exchange of counts and one host read."""
     tokens, local = topk_expert_ids.shape[0], num_experts // ep.size
     chosen = topk_expert_ids.new_zeros(tokens, num_experts).scatter_(1, topk_expert_ids, 1)
     copies = chosen.sum(0).view(ep.size, local)
     if ep.size == 1:
-        return Route(ep, local, None, (tokens,), (tokens,), tuple(read_ints(copies[0])), name)
+        loads = tuple(observe(f"{name}.sizes", "host", lambda: read_ints(copies[0])))
+        return Route(ep, local, None, (tokens,), (tokens,), loads, name)
     goes = chosen.view(tokens, ep.size, local).any(-1)
     sent, received = yield Counts(torch.cat([goes.sum(0)[:, None], copies], 1), ep, f"{name}.counts")
-    host = read_ints(torch.cat([sent[:, 0], received[:, 0], received[:, 1:].sum(0)]))
+    numbers = torch.cat([sent[:, 0], received[:, 0], received[:, 1:].sum(0)])
+    host = observe(f"{name}.sizes", "host", lambda: read_ints(numbers))
     send, recv, sizes = host[: ep.size], host[ep.size : 2 * ep.size], host[2 * ep.size :]
     ranks = torch.where(goes, torch.arange(ep.size, device=goes.device), -1)
     return Route(ep, local, plan(ranks, ep.size, sum(send)), tuple(send), tuple(recv), tuple(sizes), name)

@@ -18,13 +18,13 @@ from pithtrain.parallel.transport import Pending, Request, Transport
 Result = TypeVar("Result")
 Pass = Generator[Request, tuple[Tensor, ...], Result]
 Segment = Callable[..., tuple[Tensor, ...]]
-Phase = Literal["forward", "backward", "launch", "wait", "action", "step"]
+Phase = Literal["forward", "backward", "launch", "wait", "host", "action", "step"]
 
 
 class Observe(Protocol):
     """What sees a run: called around everything that has a name, it returns what `run` returns.
 
-    phase: forward or backward of a segment, launch or wait of an exchange, an action of a schedule, a part of a step.
+    phase: forward or backward of a segment, launch or wait of an exchange, a host read, an action, a part of a step.
     """
 
     def __call__(self, name: str, phase: Phase, run: Callable[[], Result], /) -> Result: ...

@@ -88,7 +88,7 @@ def order() -> list[str]:
     seen = list[str]()
 
     def observe(name: str, phase: Phase, run: Callable[[], Any], /) -> Any:
-        if phase != "action":
+        if phase not in ("action", "host"):
             seen.append(f"{phase} {name}")
             return run()
         before = len(seen)
