@@ -128,7 +128,9 @@ def test_segments_have_their_names() -> None:
         *("layers.2.experts", "(layers.2.combine)", "layers.2.aggregate"),
         *("norm", "head"),
     ]
-    assert [piece.name for piece in done[0].tape.pieces] == [name for name in seen if "(" not in name][:-1]
+    assert [piece.name for piece in done[0].tape.pieces] == [
+        name for name in seen if name[0] != "(" and name[:4] != "host"
+    ][:-1]
 
     seen.clear()
     backwards = [
