@@ -160,7 +160,13 @@ def _experts_case(kind: ExpertType, seed: int) -> Case:
         objective=Objective(),
         optimizer=OptimizerSpec("adamw", LearningRate("constant", 3e-3, EXPERT_STEPS)),
         layouts=(
-            Layout(dp=2, ep=2, num_microbatches=2, execution=Execution("zbv", recompute="experts")),
+            Layout(
+                dp=2,
+                ep=2,
+                execution=Execution("zbv", recompute="experts"),
+                resumes_after=3,
+                resumes_as=Layout(pp=2, ep=2, num_microbatches=2),
+            ),
             Layout(ep=2, precision="fp8"),
         ),
         steps=EXPERT_STEPS,

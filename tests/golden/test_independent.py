@@ -139,7 +139,8 @@ def test_traces_are_those_of_an_independent_loop(case: Case) -> None:
 
 
 def test_the_loop_covers_what_it_can() -> None:
-    left_out = {"bias-balance", "pipeline", "experts-clamped-swiglu", "experts-relu2", "experts-gelu"}
-    assert {case.name for case in CASES if case not in COVERED} == left_out
+    left_out = [case.name for case in CASES if case not in COVERED and case.arch.expert_type == "swiglu"]
+    assert left_out == ["bias-balance", "pipeline"]
+    assert {case.arch.expert_type for case in COVERED} == {"swiglu", "geglu", "gated_relu2"}
     assert all(case.num_microbatches == 1 for case in COVERED)
     assert replace(COVERED[0], seed=9).fingerprint() != COVERED[0].fingerprint()
