@@ -152,7 +152,7 @@ def _loop(run: Run, checkpoints: Checkpoints, record: Record, state: TrainState,
         if ending:
             break
         name = f"step {state.step + 1}"
-        state, bias, line = observe(name, "step", partial(_step, run, state, bias, observe))
+        state, bias, line = observe(name, "step", partial(one_step, run, state, bias, observe))
         if recorder:
             recorder.write(cfg.run.folder, state.step, rank)
         record(line)
@@ -189,7 +189,7 @@ def _stopped(run: Run, step: int) -> Ending | None:
     return Ending(STOPPED, f"stopped by {stop or 'a signal to another rank'}; the same command goes on from here", step)
 
 
-def _step(
+def one_step(
     run: Run, state: TrainState, bias: Tensor | None, observe: Observe
 ) -> tuple[TrainState, Tensor | None, dict[str, Any]]:
     """One step: the state and the biases after it, and its line of metrics.jsonl."""
