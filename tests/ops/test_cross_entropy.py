@@ -8,8 +8,9 @@ from torch import Tensor
 
 from pithtrain.ops.cross_entropy import CHUNK, IGNORED, head_loss
 from pithtrain.ops.linear import Compute
+from pithtrain.ops.parameter import Weight
 from spec.reference.losses import token_mean_cross_entropy
-from tests.agreement import assert_close, randn
+from tests.agreement import assert_close, randn, relative_difference
 from tests.ops.weights import added, leaf, new_weight
 
 
@@ -76,3 +77,18 @@ def test_deferred_head_gradients_are_the_same() -> None:
     for add in queue:
         add()
     assert torch.equal(now.grad, later.grad)
+
+
+def test_in_bf16_logits_and_the_loss_are_fp32() -> None:
+    """Only the gradients that go on are rounded to bf16."""
+    tokens, vocab = 2 * CHUNK + 77, 13
+    hidden, labels = randn(tokens, 6, std=2.0).bfloat16(), labels_of(tokens, vocab, 3)
+    head = Weight(randn(vocab, 6, seed=2).bfloat16(), torch.zeros(vocab, 6))
+    got = head_loss(hidden, head, labels, 0.01, Compute("bf16"))
+    oracle = leaf(hidden), leaf(head.value)
+    expected = token_mean_cross_entropy(oracle[0] @ oracle[1].T, labels) * (labels != IGNORED).sum()
+    grad_hidden, grad_head = torch.autograd.grad(0.01 * expected, oracle)
+    assert_close(got.loss, expected)
+    assert got.loss.dtype == torch.float32 and got.grad is not None and got.grad.dtype == torch.bfloat16
+    assert relative_difference(got.grad, grad_hidden) < 2**-8
+    assert relative_difference(head.grad, grad_head) < 2**-8

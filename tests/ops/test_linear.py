@@ -13,6 +13,7 @@ from pithtrain.ops.linear import (
     Groups,
     add_grouped_weight_gradient,
     grouped_linear,
+    grouped_vector,
     linear,
     multiply_by_grouped_mm,
     multiply_by_loop,
@@ -166,3 +167,17 @@ def test_a_queued_weight_gradient_does_not_keep_the_graph() -> None:
         gc.collect()
         assert held() is None
     assert len(queue) == 3
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_grouped_vectors_and_their_gradient(sizes: tuple[int, ...]) -> None:
+    """Each row has its group's vector; a micro-batch's gradient adds to those before it, at once or from the queue."""
+    weight, upstream, compute = new_weight(len(sizes), 5), randn(sum(sizes), 5, seed=3), Compute(deferred=[])
+    expected = torch.cat([part.sum(0, keepdim=True) for part in upstream.double().split(sizes)])
+    for at_work in (Compute(), compute):
+        rows = grouped_vector(weight, Groups.of(sizes, CPU, at_work), at_work)
+        assert torch.equal(rows, weight.value[torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))])
+        rows.backward(upstream)
+        assert_close(added(weight), expected)
+    compute.drain()
+    assert_close(added(weight), 2 * expected)

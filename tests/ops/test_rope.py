@@ -38,3 +38,14 @@ def test_rope_is_the_reference(view: str, head_dim: int) -> None:
     upstream = randn(9, 2, *output.shape[2:], seed=1).transpose(0, 1)
     assert_close(output, expected)
     assert_close(gradients(output, [x], upstream)[0], gradients(expected, [oracle], upstream)[0])
+
+
+def test_bf16_is_fp32_rounded_once() -> None:
+    """Angles are not rounded: of far positions a rounded cosine would be of another angle."""
+    x, upstream = (randn(2, 300, 3, 6, seed=seed).bfloat16() for seed in range(2))
+    tables, results = rope_tables(300, 6, 1e4, CPU), []
+    for values in (x, x.float()):
+        output = rope(values.requires_grad_(), *tables)
+        results.append([output, *gradients(output, [values], upstream)])
+    for narrow, wide in zip(*results, strict=True):
+        assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide.bfloat16())
