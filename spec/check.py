@@ -15,6 +15,7 @@ from rich.text import Text
 
 from spec import source
 from spec.document import Document, Problem, RestrictedCall, RestrictedName, Room, Rules, Statement, read
+from spec.formula import FormulaError, parse
 from spec.imports import check_imports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +27,7 @@ def check(root: Path = ROOT) -> list[Problem]:
     problems = [*document.problems, *check_ids(document)]
     for statement in document.statements:
         problems += check_statement(root, statement)
+    problems += check_experts(document)
     if document.rules is not None:
         problems += check_budgets(root, document.rules)
         problems += check_imports(root, document.rules.imports)
@@ -64,6 +66,15 @@ def check_statement(root: Path, statement: Statement) -> Iterator[Problem]:
             yield Problem(where=statement.id, what=f"check {name}: no file {path}")
         elif not source.defines(root / path, names):
             yield Problem(where=statement.id, what=f"check {name}: no such test in {path}")
+
+
+def check_experts(document: Document) -> Iterator[Problem]:
+    """The formula of every type of experts can be read, and uses its weights as they are declared."""
+    for expert in document.experts:
+        try:
+            parse(expert.formula, expert.weights)
+        except FormulaError as error:
+            yield Problem(where=expert.id, what=str(error))
 
 
 def room_lines(root: Path, room: Room) -> int:

@@ -88,7 +88,7 @@ def _renamed(node: Node, names: dict[str, str]) -> Node:
 
 
 def _lost_gradients(formula: Formula) -> Iterator[Bug]:
-    """Of a vector, and of what a product reads."""
+    """Of a vector, of what a product reads, and of x in every product."""
     nodes = formula.nodes()
     vectors = [node for node in nodes if node.name == "weight" and any(node in other.args for other in nodes)]
     vectors = [node for node in vectors if len(_sizes(formula, node)) == 1]
@@ -97,6 +97,14 @@ def _lost_gradients(formula: Formula) -> Iterator[Bug]:
         what = node.weight.replace("_", "-") or f"part-{nodes.index(node)}"
         detached = Node("detach", (node,), node.size, node.depends, node.span)
         yield Bug(f"{what}-has-no-gradient", _replaced(formula.root, node, detached))
+    yield Bug("x-has-no-gradient", _cut_from_x(formula.root))
+
+
+def _cut_from_x(node: Node) -> Node:
+    if node.name == "@" and node.args[0].name == "x":
+        x = node.args[0]
+        return replace(node, args=(Node("detach", (x,), x.size, True, x.span), node.args[1]))
+    return replace(node, args=tuple(_cut_from_x(arg) for arg in node.args))
 
 
 def _sizes(formula: Formula, node: Node) -> tuple[object, ...]:
@@ -104,9 +112,10 @@ def _sizes(formula: Formula, node: Node) -> tuple[object, ...]:
 
 
 def _wrong_numbers(formula: Formula) -> Iterator[Bug]:
+    exponents = {node.args[1] for node in formula.nodes() if node.name == "**"}
     for node in formula.nodes():
         if node.name == "number":
-            new = replace(node, value=node.value * 1.25 if node.value else 0.25)
+            new = replace(node, value=node.value + 1 if node in exponents else node.value * 1.25 or 0.25)
             yield Bug(f"number-{formula.nodes().index(node)}-is-wrong", _replaced(formula.root, node, new))
 
 

@@ -27,6 +27,7 @@ ALSO = (  # what else names every type
     "tests/models/test_names.py",
     "tests/mutants/test_runner.py::test_every_mutant_can_be_planted",
 )
+PYTEST = ("pytest", "-x", "-q", "-p", "no:cacheprovider")
 TOOLS = ("ruff", "mypy", "pytest", "transformers")
 HIDDEN, WIDE = 2048, 768  # of Qwen3-30B-A3B, for the counts that are shown
 
@@ -164,8 +165,8 @@ class AddExpert(Skill[AddParams, AddResult]):
             ("its code is formatted", ("ruff", "format", "--check", *touched)),
             ("its types hold", ("mypy", cache, *touched)),
             ("the spec is clean", ("typer_cli.main", "spec", "check")),
-            ("the formula holds, in every precision", ("pytest", "-x", "-q", "-p", "no:cacheprovider", ORACLE)),
-            ("config and weights' names know it", ("pytest", "-x", "-q", "-p", "no:cacheprovider", *ALSO)),
+            ("the formula holds, in every precision", (*PYTEST, ORACLE)),
+            ("config and weights' names know it", (*PYTEST, *ALSO)),
             ("meshes agree", ("typer_cli.main", "verify", "--case", params.case)),
         )
         failures = []
@@ -184,7 +185,7 @@ def uncaught(params: AddParams, workspace: Workspace) -> list[str]:
         workspace.say(f"planting {mutant.id}")
         path.write_text(text.replace(mutant.text, mutant.replacement), encoding="utf-8")
         try:
-            done = workspace.run("pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.catcher, seconds=300)
+            done = workspace.run(*PYTEST, mutant.catcher, "-k", params.name, seconds=300)
         finally:
             path.write_text(text, encoding="utf-8")
         if done.returncode != 1:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spec.check import check_experts
 from spec.document import read
 from spec.evaluator import evaluate, refuse_useless
 from spec.formula import FormulaError, parse
@@ -37,6 +38,14 @@ def test_spec_formulas_are_the_reference_equations() -> None:
     hidden = clamped_swiglu(x @ both.T + torch.cat([biases["gate_bias"], biases["up_bias"]]), 1.702, 7.0)
     expected = hidden @ weights["down"].T + biases["down_bias"]
     torch.testing.assert_close(evaluate(formulas["clamped_swiglu"], x, weights | biases), expected)
+
+
+def test_spec_check_reads_formulas() -> None:
+    """A row whose formula does not fit its weights is a problem, with the place."""
+    document = read(ROOT)
+    wrong = document.experts[0].model_copy(update={"weights": "gate:F,D up:F,F down:D,F"})
+    [problem] = check_experts(document.model_copy(update={"statements": (wrong, *document.experts[1:])}))
+    assert problem.where == wrong.id and "up [F, F] expects [.., F]" in problem.what and "^~" in problem.what
 
 
 CASES = {
