@@ -197,7 +197,6 @@ def load_architecture(config: str, experts: ExpertType | None = None) -> Archite
         else:
             text = path.read_text(encoding="utf-8")
         arch = from_hf_config(dict(json.loads(text)))
-        return _fitting(replace(arch, expert_type=experts or arch.expert_type))
     except OSError:
         raise ValueError(
             f"model.config: {config!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder "
@@ -205,3 +204,6 @@ def load_architecture(config: str, experts: ExpertType | None = None) -> Archite
         ) from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"model.config: {path}: {error}; correct the file, or name another") from error
+    if experts not in (None, "swiglu") and not all(arch.sparse_layers):
+        raise ValueError(f"model.experts = {experts}: {config} has dense layers, which are SwiGLU; leave it out")
+    return replace(arch, expert_type=experts or arch.expert_type)

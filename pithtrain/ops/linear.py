@@ -117,7 +117,7 @@ class _FP8Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, blocks: RowBlocks, compute: Compute) -> Tensor:
-        rows, columns = quantise(x, blocks)
+        rows, columns = quantise(x, blocks, columns=ctx.needs_input_grad[0])
         ctx.save_for_backward(*columns)
         ctx.weight, ctx.blocks, ctx.compute = weight, blocks, compute
         return multiply(rows, compute.quantise(weight)[0], blocks, x.dtype)

@@ -99,6 +99,17 @@ def test_weights_are_quantised_once_for_a_compute(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(linear(x, weight, Compute("fp8")), before * 2) and len(calls) == 3
 
 
+def test_what_is_for_the_weight_gradient_is_not_quantised_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[bool]()
+    real = linear_module.quantise
+    monkeypatch.setattr(
+        linear_module, "quantise", lambda x, blocks, columns=True: asked.append(columns) or real(x, blocks, columns)
+    )
+    weight, x = bf16_weight(8, 16), randn(4, 16).bfloat16()
+    evaluated = linear(x, weight, Compute("fp8"))
+    assert torch.equal(linear(x.requires_grad_(), weight, Compute("fp8")), evaluated) and asked == [False, True]
+
+
 def test_an_fp32_weight_stays_out_of_fp8() -> None:
     """The router's: its product is exact whatever the precision."""
     weight, x = Weight(randn(6, 16), torch.zeros(6, 16)), randn(5, 16)
