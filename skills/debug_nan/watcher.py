@@ -36,14 +36,13 @@ ROOM = Path(torch.__file__).parent, Path(__file__).parent  # code that is never 
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 OVERWRITES = ("copy_", "fill_", "zero_")
 MOVES = ("hidden", "grad")  # messages between stages
-# whose rows an exchange brings, and whose those are that code beside it works on
+# whose rows an exchange brings
 ARRIVED = {
     ("dispatch", "forward"): "received",
     ("dispatch", "backward"): "sent",
     ("combine", "forward"): "sent",
     ("combine", "backward"): "received",
 }
-BETWEEN = {("dispatch", "forward"): "sent", ("dispatch", "backward"): "tokens"}
 GAP = 7  # of what a sparse layer's attention gives: infinite where nothing is left to choose
 IDS = 3
 
@@ -219,8 +218,15 @@ class Watcher(TorchDispatchMode):
         for cause in self._homeless:
             home = place or self._waited or cause.origin.place
             cause.origin = cause.origin.model_copy(update={"place": home})
-            cause.slot = _exchanged(home, BETWEEN, cause.row) or cause.slot
+            cause.slot = self._beside(home, cause) or cause.slot
         self._homeless.clear()
+
+    def _beside(self, place: Place, cause: Cause) -> Slot | None:
+        """The row that code beside a dispatch works on: a token, or one of those sent."""
+        output, tokens = cause.origin.output, self.batches[0].tokens.numel()
+        if not place.name.endswith(".dispatch") or output is None or not output.shape:
+            return None
+        return Slot("tokens" if output.shape[0] == tokens else "sent", cause.row)
 
     # --- a dispatch mode: what happens ---
 
@@ -356,18 +362,13 @@ class Watcher(TorchDispatchMode):
                 return Slot("received", entry // ids.shape[1]), expert
             return (Slot("received", row), None) if total == ids.shape[0] else (None, None)
         if part in ("dispatch", "combine"):
-            return _exchanged(place, ARRIVED, row), None
+            kind = ARRIVED.get((part, place.phase))
+            return (None if kind is None else Slot(kind, row)), None
         if tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == batch:
             return Slot("tokens", first[0] * batch[1] + first[2]), None
         if tensor.shape[:2] == batch:
             return Slot("tokens", first[0] * batch[1] + first[1]), None
         return (Slot("tokens", row) if total == batch[0] * batch[1] else None), None
-
-
-def _exchanged(place: Place, rows: dict[tuple[str, str], str], row: int) -> Slot | None:
-    """A row of what goes into or comes out of an exchange."""
-    kind = rows.get((place.name.rpartition(".")[2], place.phase))
-    return None if kind is None else Slot(kind, row)
 
 
 def _key(tensor: Tensor) -> int:
