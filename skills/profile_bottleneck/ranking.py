@@ -19,9 +19,10 @@ from skills.profile_bottleneck.attribution import CAUSES, OTHER, WAITING, Step
 from spec.simulate import Costs, simulate
 
 ALLOWANCE = {  # times plain torch, where nothing is wrong
-    "attention": 1.5,
+    "data": 5.0,
+    "attention": 2.0,
     "router": 2.0,
-    "experts": 2.5,
+    "experts": 3.0,
     "aggregate": 2.0,
     "loss": 2.0,
     "optimizer": 5.0,

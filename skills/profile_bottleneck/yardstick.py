@@ -9,6 +9,7 @@ B sequences a micro-batch and rank, S positions, T = B * S, D hidden, E experts,
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ def yardstick(trainee: Trainee, global_batch_size: int, num_microbatches: int) -
     dense = layers - sparse
     n = num_microbatches
     found = {
+        "data": n * _timed(device, lambda: _order(batch)),
         "attention": n * layers * _timed(device, lambda: _attention(arch, x)),
         "router": n * sparse * _timed(device, lambda: _router(arch, flat)) if sparse else 0.0,
         "experts": n * sparse * _timed(device, lambda: _experts(arch, flat)) if sparse else 0.0,
@@ -47,7 +49,7 @@ def yardstick(trainee: Trainee, global_batch_size: int, num_microbatches: int) -
     found["dispatch"] = n * sparse * (2 * exchange + 2 * found["aggregate"] / max(n * sparse, 1))
     found["combine"] = n * sparse * exchange
     grads = torch.zeros(sum(bucket.grads.numel() for bucket in trainee.shard.buckets.values()), device=device)
-    found["gradient reduction"] = _timed(device, lambda: _reduce(grads, trainee.mesh.dense))
+    found["gradient reduction"] = _timed(device, lambda: _reduce(grads, len(trainee.shard.specs), trainee.mesh.dense))
     return found
 
 
@@ -63,6 +65,13 @@ def _timed(device: torch.device, run: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         taken.append(1e3 * (time.perf_counter() - start))
     return min(taken[1:])
+
+
+def _order(batch: int) -> None:
+    """A shuffle by integer arithmetic on indices: hundreds of small numpy calls."""
+    indices = np.arange(batch, dtype=np.uint64)
+    for _ in range(300):
+        indices = indices ^ (indices >> np.uint64(3))
 
 
 def _weight(x: Tensor, *shape: int) -> Tensor:
@@ -132,7 +141,8 @@ def _exchange(flat: Tensor, ep: Axis) -> None:
     dist.all_to_all_single(torch.empty_like(even), even, group=ep.group)
 
 
-def _reduce(grads: Tensor, dense: Axis) -> None:
-    grads.square().sum()
+def _reduce(grads: Tensor, parameters: int, dense: Axis) -> None:
+    for part in grads.chunk(parameters):
+        part.square().sum()
     if dense.size > 1:
         dist.all_reduce(grads, group=dense.group)

@@ -10,27 +10,33 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from golden.world import run_world
 from pithtrain import passes
 from pithtrain.data import Samples
 from pithtrain.layers.attention import Attention
+from pithtrain.layers.balance import Objective
 from pithtrain.layers.moe import LocalExperts
 from pithtrain.layers.router import Router
 from pithtrain.models.decoder import SparseLayer
+from pithtrain.ops.linear import Compute
 from pithtrain.optim import AdamW
 from pithtrain.parallel import expert
 from pithtrain.parallel.shard import Shard
+from pithtrain.parallel.tape import Phase
 from pithtrain.parallel.transport import AllToAll, Pending, Receive, Request, Transport
+from pithtrain.step import gradients, learned
 from pithtrain.timeline import TIMELINE
 from pithtrain.train.checkpoints import Checkpoints
 from skills.frame import Failed
 from skills.frame.running import main
 from skills.profile_bottleneck.attribution import Step, World, attribute
-from skills.profile_bottleneck.probe import Job, record
-from skills.profile_bottleneck.ranking import bubbles
+from skills.profile_bottleneck.probe import Job, record, watched
+from skills.profile_bottleneck.ranking import bubbles, table_of
 from skills.profile_bottleneck.skill import Profile, evaluate
 from tests.runs import make_run
+from tests.whole_model import new_batch, new_trainee
 
 PRELOAD = ("pithtrain.train", "skills.profile_bottleneck.probe", "tests.skills.test_profile")
 ROOT = Path(__file__).parents[2]
@@ -259,6 +265,34 @@ def test_a_bubble_that_the_schedule_has_is_expected() -> None:
     actions[1] = {name.replace("0.", "1.", 1): milliseconds for name, milliseconds in actions[0].items()}
     steps = [Step(rank, 1, 90.0, {}, {}, row) for rank, row in actions.items()]
     assert bubbles(steps, "1f1b", 2, 1, [0, 1]) == pytest.approx([30, 30])
+
+
+def test_a_checkpoint_is_spread_over_its_interval() -> None:
+    """And what comes once in a while is not in the quiet figure of a step."""
+    steps = [Step(0, n, 0.0, {"data": 5.0}, {("data", "data", "step"): 5.0}, {}) for n in range(1, 12)]
+    names = {("data", "data", "step"): 90.0, ("checkpoint", "checkpoint", "step"): 40.0}
+    steps.append(Step(0, 12, 130.0, {"data": 90.0, "checkpoint": 40.0}, names, {}))
+    row = table_of(steps, {"checkpoint_interval": 8})[0]
+    assert row["checkpoint"] == 5 and row["data"] == 5
+    assert table_of(steps, {"checkpoint_interval": 0})[0]["checkpoint"] == 0
+
+
+def test_watching_changes_no_bit_and_sees_the_router_both_ways() -> None:
+    trainee, batch = new_trainee(8), new_batch(2, 8)
+    seen = set[tuple[str, str]]()
+
+    def observe(name: str, phase: Phase, run: Callable[[], Any], /) -> Any:
+        seen.add((name, phase))
+        return run()
+
+    grads = []
+    for one in (trainee, watched(trainee, observe)):
+        found = gradients(one, [batch], Objective(), learned(one, 1, None), Compute())
+        grads.append({name: bucket.clone() for name, bucket in found.flat.items()})
+    for name, bucket in grads[0].items():
+        assert torch.equal(bucket, grads[1][name]), name
+    names = [layer.name for layer in trainee.stages[0].layers if isinstance(layer, SparseLayer)]
+    assert seen == {(f"{name}.router", phase) for name in names for phase in ("forward", "backward")}
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
