@@ -39,6 +39,7 @@ FORMULAS = {
     "one_gate": ("sigmoid(x @ g.T) * (elu(x @ up.T) @ down.T)", "g:1,D up:F,D down:D,F"),
     "attention_like": ("softmax(x @ keys.T) @ values.T - x / (2 + mean(square(x))) * v", "keys:3F,D values:D,3F v:D"),
     "shared": ("(x @ a.T) @ c.T + tanh(x @ a.T) ** 3 @ c.T", "a:F,D c:D,F"),
+    "brackets": ("x - (x @ a.T - (v - x / (4 / (2 + square(v)))))", "a:D,D v:D"),
     "three_at_once": ("(cos(x @ a.T) * -(x @ b.T) - abs(x @ c.T)) @ d.T", "a:F,D b:F,D c:F,D d:D,F"),
 }
 
