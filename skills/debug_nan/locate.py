@@ -14,7 +14,7 @@ def origins(seen: Sequence[Seen], num_experts: int, ep: int) -> list[Origin]:
     found = []
     for rank in seen:
         for origin, slot in rank.origins:
-            if origin.kind == "arrived" and (origin.place.name, origin.place.microbatch) in sent:
+            if origin.kind == "arrived" and (origin.place.name, origin.place.phase, origin.place.microbatch) in sent:
                 continue
             row = None if slot is None else _row(seen, rank, origin, slot, num_experts, ep)
             found.append(origin.model_copy(update={"row": row}))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from pithtrain.data import Batch
@@ -68,12 +68,12 @@ class Cause:
 @dataclass(frozen=True, eq=False)
 class Seen:
     """What one rank saw of a step. origins: those that counted, with their rows. sent: exchanges that this rank sent
-    something non-finite into, by name and micro-batch. ids: [T, K] by layer and micro-batch. shape: [B, S].
+    something non-finite into, by name, phase and micro-batch. ids: [T, K] by layer and micro-batch. shape: [B, S].
     """
 
     rank: int
     origins: list[tuple[Origin, Slot | None]]
-    sent: set[tuple[str, int | None]]
+    sent: set[tuple[str, str, int | None]]
     ids: dict[tuple[str, int | None], Any]
     shape: tuple[int, int]
     padding: list[Any]
@@ -99,7 +99,7 @@ class Watcher(TorchDispatchMode):
         super().__init__()
         self.mesh = mesh
         self.causes: list[Cause] = []
-        self.sent: set[tuple[str, int | None]] = set()
+        self.sent: set[tuple[str, str, int | None]] = set()
         self.ids: dict[tuple[str, int | None], Tensor] = {}
         self.batches: list[Batch] = []
         self._by_storage: dict[int, tuple[weakref.ref[torch.UntypedStorage], Cause]] = {}
@@ -179,7 +179,8 @@ class Watcher(TorchDispatchMode):
         finally:
             self._places.pop()
         self._waited = place if phase == "wait" else None
-        self._look(name, phase, place, result)
+        with _disable_current_modes():
+            self._look(name, phase, place, result)
         return result
 
     def _place(self, name: str, phase: Phase) -> Place:
@@ -269,7 +270,7 @@ class Watcher(TorchDispatchMode):
         for _, tensor in read:
             if not is_finite(tensor):
                 self._known(tensor, place, "memory").reached = True
-                self.sent.add((place.name, place.microbatch))
+                self.sent.add((place.name, place.phase, place.microbatch))
 
     def _here(self) -> Place:
         if self._places:

@@ -219,8 +219,8 @@ PLANTS = [
     Plant(
         "experts",
         "pithtrain/ops/permute.py",
-        "spread(grad, ctx.plan, copies, per_copy)",
-        "spread(<grad>, ctx.plan, copies, per_copy)",
+        "grads = wide(gather_rows(grad, plan))",
+        "grads = <wide(gather_rows(grad, plan))>",
         "experts",
         "backward",
     ),

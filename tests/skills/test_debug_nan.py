@@ -113,7 +113,7 @@ def test_origins_come_in_the_order_of_causes() -> None:
     seen = [Seen(rank, [row for row in rows if row[0].rank == rank], set(), {}, (1, 1), []) for rank in (0, 1)]
     seen[0].origins.append(came)
     assert [origin.place.name for origin in origins(seen, 2, 1)] == ["x", *(at.name for at in order)]
-    seen[1].sent.add(("x", 0))
+    seen[1].sent.add(("x", "forward", 0))
     assert [origin.place.name for origin in origins(seen, 2, 1)] == [at.name for at in order]
 
 
