@@ -124,21 +124,28 @@ def bubbles(steps: Sequence[Step], kind: Any, num_microbatches: int, chunks: int
 
 def expectations(
     table: Table, facts: Sequence[Mapping[str, Any]], earlier: Table | None
-) -> dict[int, dict[str, float]]:
-    """What everything should cost; without an earlier profile a bubble is left to `bubbles`."""
-    if earlier is None:
-        return {
-            fact["rank"]: {cause: ALLOWANCE.get(cause, 0.0) * fact["yardstick"].get(cause, 0.0) for cause in CAUSES}
-            for fact in facts
-        }
+) -> tuple[dict[int, dict[str, float]], float]:
+    """What everything should cost, and the machine's pace that is in it; a bubble is left to `bubbles`."""
+    if earlier is not None:
+        pace = _pace(table, earlier)
+        return {rank: {cause: pace * ms for cause, ms in row.items()} for rank, row in earlier.items()}, pace
+    plain = {
+        fact["rank"]: {cause: ALLOWANCE.get(cause, 0.0) * fact["yardstick"].get(cause, 0.0) for cause in CAUSES}
+        for fact in facts
+    }
+    pace = max(1.0, _pace(table, plain))
+    return {rank: {cause: pace * ms for cause, ms in row.items()} for rank, row in plain.items()}, pace
+
+
+def _pace(table: Table, expected: Table) -> float:
+    """How many times as long as expected what has a yardstick takes; in the middle, so single causes do not count."""
     ratios = [
-        now / earlier[rank][cause]
+        now / expected[rank][cause]
         for rank, row in table.items()
         for cause, now in row.items()
-        if cause in ALLOWANCE and earlier[rank][cause] > 0.02 * sum(earlier[rank].values())
+        if cause in ALLOWANCE and expected[rank][cause] > 0.02 * sum(expected[rank].values())
     ]
-    scale = median(ratios) if ratios else 1.0
-    return {rank: {cause: scale * milliseconds for cause, milliseconds in row.items()} for rank, row in earlier.items()}
+    return median(ratios) if ratios else 1.0
 
 
 def rank_causes(steps: Sequence[Step], table: Table, expected: Table, interval: int) -> list[Cause]:

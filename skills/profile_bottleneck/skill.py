@@ -47,6 +47,8 @@ class Profile(Result):
     """What costs most too much first."""
     baseline: str
     """What the expected milliseconds come from."""
+    pace: float
+    """How many times as long everything took: expected milliseconds have it in them."""
     table: dict[int, dict[str, float]]
     """By rank, quiet milliseconds a step by cause; waits for other ranks and what is left included."""
     unaccounted: float
@@ -68,7 +70,10 @@ class Profile(Result):
 
     def summary(self) -> str:
         """The ranked causes, then the figures of the run."""
-        rows = [f"step {self.step_milliseconds:.1f} ms on {self.mesh}; expected: {self.baseline}", ""]
+        rows = [
+            f"step {self.step_milliseconds:.1f} ms on {self.mesh}; expected: {self.baseline}, pace {self.pace:.2f}",
+            "",
+        ]
         rows.append(f"{'cause':20}{'ms':>8}{'expected':>10}{'excess':>8}{'share':>7}  rank  median (least to most)")
         for row in self.causes:
             spread = f"{row.median:.1f} ({row.least:.1f} to {row.most:.1f})"
@@ -158,7 +163,7 @@ def evaluate(folder: Path, earlier: Profile | None = None) -> Profile:
         raise Failed(f"the earlier profile is of {earlier.mesh}, this one of {mesh}; compare profiles of one mesh")
     steps = attribute(folder, World(len(facts), first["mesh"]["pp"], first["mesh"]["ep"]))
     table = table_of(steps, first)
-    expected = expectations(table, facts, None if earlier is None else earlier.table)
+    expected, pace = expectations(table, facts, None if earlier is None else earlier.table)
     if earlier is None and first["mesh"]["pp"] > 1:
         stride = len(facts) // first["mesh"]["pp"]
         kind, num_microbatches, chunks = first["schedule"]
@@ -178,6 +183,7 @@ def evaluate(folder: Path, earlier: Profile | None = None) -> Profile:
         step_milliseconds=length,
         causes=rank_causes(steps, table, expected, first["checkpoint_interval"]),
         baseline="plain torch on the same shapes" if earlier is None else "the earlier profile",
+        pace=pace,
         table=table,
         unaccounted=max(abs(step.total - sum(step.causes.values())) / step.total for step in steps),
         expert_load={
