@@ -62,7 +62,7 @@ def replay_planted(plant: Plant, rank: int, job: Job) -> Replayed:
 
     def poked(x: Tensor) -> Tensor:
         if x.dim() > 1 and x.is_floating_point() and fires():
-            x.detach().numpy()[ROW] = float("nan")
+            x.detach().numpy().reshape(-1, x.shape[-1])[ROW] = float("nan")
         return x
 
     def again() -> None:
@@ -245,7 +245,7 @@ PLANTS = [
         "router",
         "pithtrain/ops/linear.py",
         "return product(grad.flatten(0, -2), weight.value).view(x.shape), None, None",
-        "return product(<grad>.flatten(0, -2), weight.value).view(x.shape), None, None",
+        "return product((<grad>).flatten(0, -2), weight.value).view(x.shape), None, None",
         "attention",
         "backward",
     ),
