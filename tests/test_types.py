@@ -1,4 +1,4 @@
-"""The packages type-check. A test, so that it takes its turn among the workers: it is as long as the longest of them."""
+"""The packages type-check: a test, to take its turn among the workers, as long as the longest of them."""
 
 import subprocess
 import sys
