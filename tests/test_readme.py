@@ -21,6 +21,7 @@ def readme_commands() -> list[str]:
     return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(900)
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     commands = readme_commands()

@@ -37,7 +37,7 @@ CASES = [
     for name, sizes in MESHES.items()
     if "ep" in sizes or not plant.only_ep
 ]
-QUICK = ("experts forward ep2", "combine backward ep2-pp2")
+QUICK = ("experts forward ep2",)
 
 
 def answer_to(plant: Plant, sizes: dict[str, int], rank: int, run: Path, folder: Path) -> Answer:
@@ -120,6 +120,7 @@ def test_origins_come_in_the_order_of_causes() -> None:
     assert [origin.place.name for origin in origins(seen, 2, 1)] == [at.name for at in order]
 
 
+@pytest.mark.prove
 def test_a_run_that_overflows_is_debugged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The optimizer's overflow, no plant; its script fails in the same words, or the run of the skill would."""
     words = [str(run), "--set", "optim.lr=1e20", "--set", "optim.clip_norm=0", "--no-ladder", "--json"]
