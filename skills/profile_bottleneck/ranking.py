@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from pithtrain.parallel.pipeline.schedule import make_schedule
 from skills.profile_bottleneck.attribution import CAUSES, OTHER, WAITING, Step
+from skills.profile_bottleneck.profile import Cause, Table
 from spec.simulate import Costs, simulate
 
 ALLOWANCE = {  # times plain torch, where nothing is wrong
@@ -47,38 +46,6 @@ SETTINGS = {
     "host reads": "fewer, larger micro-batches (batch.num_microbatches): one read a layer and micro-batch",
 }
 LEAST = 0.05  # of the step: less is not called too much
-Table = Mapping[int, Mapping[str, float]]  # rank -> cause -> milliseconds a step
-
-
-class Cause(BaseModel):
-    """What one cause costs, on the rank where it costs most too much."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
-
-    cause: str
-    """One of the causes that the page lists."""
-    rank: int
-    """The rank that the figures are of."""
-    milliseconds: float
-    """A step; of every segment the quiet steps."""
-    expected: float
-    """What it should cost."""
-    excess: float
-    """Milliseconds above that: what causes are ordered by."""
-    share: float
-    """Of the step."""
-    too_much: bool
-    """Whether the excess is 5% of the step or more."""
-    median: float
-    """Over the steps."""
-    least: float
-    """Over the steps."""
-    most: float
-    """Over the steps."""
-    where: list[str]
-    """The segments or parts that take most of it."""
-    setting: str
-    """What in the run file would change it."""
 
 
 def quiet(values: Iterable[float]) -> float:

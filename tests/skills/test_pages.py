@@ -1,6 +1,8 @@
 """Pages of skills: what `pith skill check` finds in a false one, nothing in a true one, and nothing in our own."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from typer.main import get_command
@@ -72,3 +74,18 @@ def test_check_runs_the_example_and_the_tests(tmp_path: Path) -> None:
 def test_our_own_pages_name_only_what_exists() -> None:
     problems = {folder.name: [*page_problems(ROOT, folder, get_command(app))] for folder in pages.folders(ROOT)}
     assert not any(problems.values()), problems
+
+
+def test_reading_about_a_skill_imports_no_torch() -> None:
+    """Page, schemas and --help come at once: what a skill works with is imported when it works."""
+    code = """
+import sys
+from pathlib import Path
+from skills.frame import page
+from skills.frame.catalog import show_skill
+for folder in page.folders(Path.cwd()):
+    show_skill(folder.name, True)
+    assert "torch" not in sys.modules, f"{folder.name} imports torch"
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

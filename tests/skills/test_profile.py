@@ -32,9 +32,10 @@ from pithtrain.train.checkpoints import Checkpoints
 from skills.frame import Failed
 from skills.frame.running import main
 from skills.profile_bottleneck.attribution import Step, World, attribute
+from skills.profile_bottleneck.evaluation import evaluate
 from skills.profile_bottleneck.probe import Job, record, watched
+from skills.profile_bottleneck.profile import Profile
 from skills.profile_bottleneck.ranking import bubbles, table_of
-from skills.profile_bottleneck.skill import Profile, evaluate
 from tests.runs import make_run
 from tests.whole_model import new_batch, new_trainee
 
