@@ -1,10 +1,11 @@
-"""What is found: a tensor's figures, the place of a value's origin, and the words for both."""
+"""What is found: a tensor's figures, the place of a value's origin, and the words for both. Imports no torch."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["operator", "arrived", "memory", "state"]
 PHASES = ("forward", "backward", "step")
@@ -22,7 +23,7 @@ class Stats(BaseModel, frozen=True):
     mean: float | None
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> "Stats":
+    def of(name: str, tensor: "Tensor") -> "Stats":
         values = tensor.detach().double()
         good = values[values.isfinite()]
         figures = (good.min().item(), good.max().item(), good.mean().item()) if good.numel() else (None, None, None)
@@ -46,10 +47,10 @@ class Stats(BaseModel, frozen=True):
         return f"{self.name} [{shape}] {self.dtype}: {values}, {self.non_finite} not finite"
 
 
-def is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: "Tensor") -> bool:
     """Whether every value is."""
     tensor = tensor.detach()
-    return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
 
 
 class Place(BaseModel, frozen=True):

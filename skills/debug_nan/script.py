@@ -5,7 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from skills.debug_nan.work import Answer, Order
+from skills.debug_nan.answer import Answer, Order
 
 NAME = "reproduce.py"
 TEXT = '''"""{title}

@@ -4,13 +4,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pithtrain.checkpoint import TrainState
-from pithtrain.checkpoint.folder import STATE, step_folders
-from pithtrain.config import RunConfig, check_files, load, smallest_world
-from pithtrain.metrics import METRICS_NAME, read_metrics
-from pithtrain.train.plan import CHECKPOINTS, RESOLVED
+from pithtrain.config import check_files, load
 from skills.debug_nan import script
-from skills.debug_nan.work import ANSWER, ORDER, Answer, Order
+from skills.debug_nan.answer import ANSWER, ORDER, Answer
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
 
 
@@ -64,6 +60,7 @@ def _summary(answer: Answer, path: Path | None) -> list[str]:
 
 
 _UNSTEADY = "not deterministic: run again from the same state, the step came out in another way"
+_REMEDY = "give the folder of a run that was started, or a run file"
 
 
 class DebugNan(Skill[DebugParams, DebugResult]):
@@ -71,12 +68,18 @@ class DebugNan(Skill[DebugParams, DebugResult]):
     result = DebugResult
 
     def preconditions(self, params: DebugParams, root: Path) -> list[Missing]:
+        if not params.run.exists():
+            return [Missing(f"no {params.run}", _REMEDY)]
+        from skills.debug_nan.order import run_file
+
         path = run_file(params.run)
         if not path.is_file():
-            return [Missing(f"no {path}", "give the folder of a run that was started, or a run file")]
-        return [Missing(problem, "make it, or change it with --set") for problem in check_files(_config(params))]
+            return [Missing(f"no {path}", _REMEDY)]
+        return [Missing(problem, "make it, or change it with --set") for problem in check_files(load(path, params.set))]
 
     def steps(self, params: DebugParams, workspace: Workspace) -> DebugResult:
+        from skills.debug_nan.order import make_order
+
         order = make_order(params)
         (workspace.out / ORDER).write_text(order.model_dump_json(indent=1))
         workspace.say(f"replaying {order.run} on {order.ranks} ranks up to step {order.last}")
@@ -98,42 +101,6 @@ class DebugNan(Skill[DebugParams, DebugResult]):
         if done.returncode == 1 and words in done.stdout:
             return []
         return [f"{result.script} returned {done.returncode}, expected 1 and `{words}`:\n{done.stdout}{done.stderr}"]
-
-
-def run_file(run: Path) -> Path:
-    return run / RESOLVED if run.is_dir() else run
-
-
-def _config(params: DebugParams) -> RunConfig:
-    return load(run_file(params.run), params.set)
-
-
-def make_order(params: DebugParams) -> Order:
-    """From the parameters and what the run has left."""
-    cfg = _config(params)
-    own = cfg.checkpoint.resume if isinstance(cfg.checkpoint.resume, Path) else None
-    recorded = params.run if (params.run / METRICS_NAME).is_file() else None
-    records = [record for record in read_metrics(recorded) if "skipped" in record] if recorded else []
-    skipped = [record["step"] for record in records if record["skipped"]]
-    last = params.step or min(skipped, default=max((record["step"] for record in records), default=cfg.train.steps))
-    folders = [path for path in step_folders(params.run / CHECKPOINTS) if int(path.stem[5:]) < last]
-    return Order(
-        run=run_file(params.run),
-        overrides=tuple(params.set),
-        starts=(*folders, own),
-        last=last,
-        ranks=params.nproc or _ranks(cfg, folders),
-        ladder=params.ladder,
-        recorded=recorded,
-        seconds=params.seconds,
-    )
-
-
-def _ranks(cfg: RunConfig, folders: list[Path]) -> int:
-    ranks = smallest_world(cfg.mesh)
-    if cfg.mesh.dp == "rest" and folders:
-        ranks *= TrainState.read(folders[0] / STATE).mesh.get("dp", 1)
-    return ranks
 
 
 SKILL = DebugNan()

@@ -9,59 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 
 from golden.world import WorldError, run_world
 from pithtrain.checkpoint.folder import step_folders
 from pithtrain.config import RunConfig, load, resolve_mesh
 from pithtrain.metrics import read_metrics
 from pithtrain.train.plan import CHECKPOINTS
-from skills.debug_nan.finding import Origin
+from skills.debug_nan.answer import ANSWER, ORDER, Answer, Order, Rung
 from skills.debug_nan.replay import Job, Replayed, replay
 
-ORDER, ANSWER = "order.json", "answer.json"
 PRELOAD = ("skills.debug_nan.replay",)
-
-
-class Order(BaseModel, frozen=True):
-    """What to do: see replay.Job. recorded: the run folder whose metrics.jsonl the replay is held against."""
-
-    run: Path
-    overrides: tuple[str, ...]
-    starts: tuple[Path | None, ...]
-    last: int
-    ranks: int
-    ladder: bool
-    recorded: Path | None
-    seconds: float
-
-
-class Rung(BaseModel, frozen=True):
-    """One change to the run, tried on the one step. cured: whether it is finite then; None where it could not be."""
-
-    name: str
-    overrides: tuple[str, ...]
-    cured: bool | None
-    note: str = ""
-
-
-class Answer(BaseModel, frozen=True):
-    """What the replay found. same: replayed steps whose record equals the run's own, of `compared` that it has."""
-
-    start: Path | None
-    first: int
-    replayed: int
-    bad: int | None
-    loss: float | str | None
-    grad_norm: float | str | None
-    same: int
-    compared: int
-    deterministic: bool | None
-    origin: Origin | None
-    others: int
-    notes: tuple[str, ...]
-    state: Path | None
-    rungs: tuple[Rung, ...] = ()
 
 
 def work(folder: Path) -> Answer:

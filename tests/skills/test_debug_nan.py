@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,12 @@ def test_the_token_behind_a_received_row_is_named(run: Path, tmp_path: Path) -> 
     assert origin is not None and origin.row is not None
     assert origin.place.name == "layers.0.experts" and origin.kind == "operator", origin.words()
     assert (origin.row.rank, origin.row.sequence, origin.row.position) == (1, 0, ROW), origin.words()
+
+
+def test_help_needs_no_torch() -> None:
+    """The parameters and the answer are declared without it."""
+    code = "import sys, skills.debug_nan.skill; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_origins_come_in_the_order_of_causes() -> None:
