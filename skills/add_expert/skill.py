@@ -9,13 +9,11 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 
 from skills.add_expert import edits
-from skills.add_expert.bugs import bugs_of
 from skills.add_expert.edits import Planted
 from skills.add_expert.writer import RESERVED, class_name, module
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
 from spec.check import room_lines
 from spec.document import Mutant, Rules, read
-from spec.evaluator import refuse_useless
 from spec.formula import Formula, parse
 from spec.source import count_lines, python_files
 
@@ -56,9 +54,11 @@ class AddParams(Params):
     @model_validator(mode="after")
     def _learnable(self) -> "AddParams":
         formula = self.parsed()
-        refuse_useless(formula)
         if taken := [weight.name for weight in formula.weights if weight.name in RESERVED]:
             raise ValueError(f"weights: {taken[0]!r} has a meaning of its own in the code; call the weight otherwise")
+        from spec.evaluator import refuse_useless  # it needs torch, which takes seconds to import
+
+        refuse_useless(formula)
         return self
 
     def parsed(self) -> Formula:
@@ -255,6 +255,8 @@ def _fit_budgets(root: Path) -> None:
 
 def _plant(params: AddParams, formula: Formula, workspace: Workspace) -> list[Planted]:
     """Writes the bugs of the new module as tests/mutants has them."""
+    from skills.add_expert.bugs import bugs_of  # it needs torch
+
     bugs = bugs_of(formula)
     drafts = [workspace.out / f"{params.name}-{bug.slug}.py" for bug in bugs]
     for bug, draft in zip(bugs, drafts, strict=True):
