@@ -1,5 +1,9 @@
-"""Bugs to plant in a formula's module: what people get wrong, each another formula or a lost gradient."""
+"""Bugs to plant in a formula's module: what people get wrong, each another formula or a lost gradient.
 
+Each is named by the text of the user's formula: "`+ bias` is lost", "`silu(x @ up.T)` passes no gradient".
+"""
+
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -29,14 +33,27 @@ OTHERS = {  # a function that is easily taken for another
 }
 MOST = 8  # bugs of one type
 SEEN = 1e-4  # a relative difference that fp32 shows
+LONGEST = 48  # characters of a slug, and of the user's text in its words
+SIGNS = {"**": "power", "+": "plus", "-": "minus", "*": "times", "/": "over", ".T": "", "@": ""}
 
 
 @dataclass(frozen=True)
 class Bug:
-    """The formula with a bug in it. slug: what it is, in a few words with hyphens."""
+    """The formula with a bug in it. words: what it is, with the user's text in it."""
 
-    slug: str
+    words: str
     root: Node
+
+    @property
+    def slug(self) -> str:
+        """The words in small letters, digits and hyphens; signs are spelt out, and a long one loses its middle."""
+        words = self.words
+        for sign, word in SIGNS.items():
+            words = words.replace(sign, f" {word} ")
+        parts = re.findall(r"[a-z0-9]+", words.lower())
+        while len("-".join(parts)) > LONGEST:
+            del parts[len(parts) // 2]
+        return "-".join(parts)
 
 
 def bugs_of(formula: Formula) -> list[Bug]:
@@ -50,6 +67,12 @@ def bugs_of(formula: Formula) -> list[Bug]:
     return list(found.values())[:MOST]
 
 
+def _quoted(formula: Formula, start: int, stop: int) -> str:
+    """A part of the user's text, without its middle where it is long."""
+    text, half = formula.text[start:stop], LONGEST // 2 - 1
+    return f"`{text if len(text) <= LONGEST else text[:half] + '..' + text[-half:]}`"
+
+
 def _replaced(node: Node, old: Node, new: Node) -> Node:
     if node == old:
         return new
@@ -60,16 +83,15 @@ def _wrong_functions(formula: Formula) -> Iterator[Bug]:
     for node in formula.nodes():
         if node.name in OTHERS:
             new = replace(node, name=OTHERS[node.name])
-            yield Bug(f"{node.name}-is-{new.name}".replace("_", "-"), _replaced(formula.root, node, new))
+            yield Bug(f"{_quoted(formula, *node.span)} is computed with {new.name}", _replaced(formula.root, node, new))
 
 
 def _lost_terms(formula: Formula) -> Iterator[Bug]:
     """The right side of a sum, or of a product of rows."""
     for node in formula.nodes():
         if node.name in ("+", "-", "*") and node.args[0].size == node.size:
-            words = {"+": "term", "-": "subtrahend", "*": "factor"}[node.name]
-            number = formula.nodes().index(node)
-            yield Bug(f"{words}-{number}-is-lost", _replaced(formula.root, node, node.args[0]))
+            start = formula.text.index(node.name, node.args[0].span[1])
+            yield Bug(f"{_quoted(formula, start, node.span[1])} is lost", _replaced(formula.root, node, node.args[0]))
 
 
 def _swapped(formula: Formula) -> Iterator[Bug]:
@@ -79,7 +101,7 @@ def _swapped(formula: Formula) -> Iterator[Bug]:
             if one.sizes == other.sizes:
                 names = {one.name: other.name, other.name: one.name}
                 root = _renamed(formula.root, names)
-                yield Bug(f"{one.name}-and-{other.name}-are-swapped".replace("_", "-"), root)
+                yield Bug(f"{one.name} and {other.name} are swapped", root)
 
 
 def _renamed(node: Node, names: dict[str, str]) -> Node:
@@ -94,10 +116,10 @@ def _lost_gradients(formula: Formula) -> Iterator[Bug]:
     vectors = [node for node in vectors if len(_sizes(formula, node)) == 1]
     rows = [node.args[0] for node in formula.products() if node.args[0].name != "x"]
     for node in [*vectors, *dict.fromkeys(rows)]:
-        what = node.weight.replace("_", "-") or f"part-{nodes.index(node)}"
         detached = Node("detach", (node,), node.size, node.depends, node.span)
-        yield Bug(f"{what}-has-no-gradient", _replaced(formula.root, node, detached))
-    yield Bug("x-has-no-gradient", _cut_from_x(formula.root))
+        words = f"{_quoted(formula, *node.span)} {'gets' if node.weight else 'passes'} no gradient"
+        yield Bug(words, _replaced(formula.root, node, detached))
+    yield Bug("`x` gets no gradient through products", _cut_from_x(formula.root))
 
 
 def _cut_from_x(node: Node) -> Node:
@@ -116,7 +138,7 @@ def _wrong_numbers(formula: Formula) -> Iterator[Bug]:
     for node in formula.nodes():
         if node.name == "number":
             new = replace(node, value=node.value + 1 if node in exponents else node.value * 1.25 or 0.25)
-            yield Bug(f"number-{formula.nodes().index(node)}-is-wrong", _replaced(formula.root, node, new))
+            yield Bug(f"{_quoted(formula, *node.span)} is taken for {new.value:g}", _replaced(formula.root, node, new))
 
 
 def _differs(formula: Formula, root: Node) -> bool:

@@ -5,7 +5,6 @@ Where an edit has no place to stand, because the file was rearranged, `Failed` n
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from skills.frame import Failed
@@ -13,15 +12,6 @@ from skills.frame import Failed
 LITERAL = re.compile(r"ExpertType = Literal\[(.*?)\]", re.DOTALL)
 CASES = re.compile(r"^EXPERT_TYPES\b.*?= \(.*?^\)$", re.DOTALL | re.MULTILINE)
 ROW = '    ("{name}", {seed}),\n'
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A bug's text in a module, as tests/mutants has it."""
-
-    slug: str
-    text: str
-    replacement: str
 
 
 def _found(pattern: re.Pattern[str], text: str, where: str) -> re.Match[str]:
@@ -89,11 +79,11 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def plant(slug: str, text: str, changed: str) -> Planted:
-    """The lines that differ between a module and the same with a bug, as many more as make them stand there once."""
+def plant(text: str, changed: str) -> tuple[str, str]:
+    """The lines of each in which they differ, and so many more before them that those of `text` stand there once."""
     old, new = text.splitlines(keepends=True), changed.splitlines(keepends=True)
     blocks = [code for code in SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if code[0] != "equal"]
     start, stop, new_start, new_stop = blocks[0][1], blocks[-1][2], blocks[0][3], blocks[-1][4]
     while start == stop or text.count("".join(old[start:stop])) != 1:
         start, new_start = start - 1, new_start - 1
-    return Planted(slug, "".join(old[start:stop]), "".join(new[new_start:new_stop]))
+    return "".join(old[start:stop]), "".join(new[new_start:new_stop])

@@ -9,7 +9,6 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 
 from skills.add_expert import edits
-from skills.add_expert.edits import Planted
 from skills.add_expert.writer import RESERVED, class_name, module
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
 from spec.check import room_lines
@@ -27,6 +26,7 @@ ALSO = (  # what else names every type
 )
 PYTEST = ("pytest", "-x", "-q", "-p", "no:cacheprovider")
 TOOLS = ("ruff", "mypy", "pytest", "transformers")
+RUN = "examples/small.toml"
 HIDDEN, WIDE = 2048, 768  # of Qwen3-30B-A3B, for the counts that are shown
 
 
@@ -98,17 +98,26 @@ class AddResult(Result):
     seed: int
     """The golden case's seed, with which no choice of experts is close."""
     bugs: list[str]
-    """Bugs planted in the implementation; each is caught, or nothing lands."""
+    """Bugs planted in the implementation, by the formula's text; each is caught, or nothing lands."""
     notes: list[str]
     """What to know about it."""
 
     def summary(self) -> str:
         counts = f"{self.parameters:,} parameters an expert and {self.flops:,} FLOPs a token at {HIDDEN} x {WIDE}"
         lines = [f"{self.name}: {self.file}, {counts}.", *self.notes]
-        lines.append(
-            f"Golden case {self.case}, seed {self.seed}; {len(self.bugs)} planted bugs: {', '.join(self.bugs)}."
+        lines.append(f"Golden case {self.case}, seed {self.seed}. Planted in it and caught, {len(self.bugs)} bugs:")
+        lines += [f"  {bug}" for bug in self.bugs]
+        lines.append("Review it, and commit it so that git can undo it:")
+        lines.append(f'  git add -N . && git diff && git commit -a -m "Experts of type {self.name}"')
+        lines.append("Train with it (`make train` prepares the data):")
+        return "\n".join([*lines, f"  .venv/bin/pith train {RUN} --set model.experts={self.name}"])
+
+    def outlook(self) -> str:
+        return (
+            "Nothing was proven, and nothing has changed. A run without --dry-run writes the same, takes minutes to\n"
+            f"hold {self.name} against its formula in fp32, bf16 and FP8, replay golden case {self.case} on other\n"
+            f"meshes, and plant {len(self.bugs)} bugs that must each be caught. Then all files land together."
         )
-        return "\n".join([*lines, f"Train with it: pith train RUN --set model.experts={self.name}"])
 
 
 class AddExpert(Skill[AddParams, AddResult]):
@@ -144,7 +153,7 @@ class AddExpert(Skill[AddParams, AddResult]):
         _change(root, "README.md", lambda text: edits.add_to_readme(text, params.name, formula.text))
         _fit_budgets(root)
         _run(workspace, "typer_cli.main", "spec", "schema", "--write")
-        planted = _plant(params, formula, workspace)
+        bugs = _plant(params, formula, workspace)
         seed = _make_golden(params, workspace)
         return AddResult(
             name=params.name,
@@ -153,7 +162,7 @@ class AddExpert(Skill[AddParams, AddResult]):
             flops=formula.flops(HIDDEN, WIDE),
             case=params.case,
             seed=seed,
-            bugs=[bug.slug for bug in planted],
+            bugs=bugs,
             notes=_notes(formula),
         )
 
@@ -253,33 +262,35 @@ def _fit_budgets(root: Path) -> None:
     _change(root, "spec/architecture.toml", lambda text: edits.fit_budgets(text, lines, rules.total.lines))
 
 
-def _plant(params: AddParams, formula: Formula, workspace: Workspace) -> list[Planted]:
-    """Writes the bugs of the new module as tests/mutants has them."""
+def _plant(params: AddParams, formula: Formula, workspace: Workspace) -> list[str]:
+    """Writes the bugs of the new module as tests/mutants has them; what they are, in words."""
     from skills.add_expert.bugs import bugs_of  # it needs torch
 
-    bugs = bugs_of(formula)
-    drafts = [workspace.out / f"{params.name}-{bug.slug}.py" for bug in bugs]
+    bugs, root = bugs_of(formula), workspace.root
+    drafts = [workspace.out / f"{params.name}-{number}.py" for number in range(len(bugs))]
     for bug, draft in zip(bugs, drafts, strict=True):
         draft.write_text(module(params.name, formula, bug.root), encoding="utf-8")
     _run(workspace, "ruff", "format", "--quiet", "--config", "pyproject.toml", *map(str, drafts))
-    text = (workspace.root / params.file).read_text(encoding="utf-8")
-    texts = [(bug.slug, draft.read_text(encoding="utf-8")) for bug, draft in zip(bugs, drafts, strict=True)]
-    planted = [edits.plant(slug, text, changed) for slug, changed in texts]
+    text = (root / params.file).read_text(encoding="utf-8")
+    ids = fresh_ids([f"expert-{params.slug}-{bug.slug}" for bug in bugs], {mutant.id for mutant in read(root).mutants})
     mutants = [
-        Mutant(
-            id=f"expert-{params.slug}-{bug.slug}",
-            file=params.file,
-            text=bug.text,
-            replacement=bug.replacement,
-            catcher=ORACLE,
-            statement=f"experts.{params.slug}",
-        )
-        for bug in planted
+        Mutant(id=id_, file=params.file, text=old, replacement=new, catcher=ORACLE, statement=f"experts.{params.slug}")
+        for id_, draft in zip(ids, drafts, strict=True)
+        for old, new in [edits.plant(text, draft.read_text(encoding="utf-8"))]
     ]
     head = f"# Planted bugs in the experts of type {params.name}.\n"
     rows = [edits.table("mutant", mutant.model_dump()) for mutant in mutants]
-    (workspace.root / params.mutants).write_text("\n".join([head, *rows]), encoding="utf-8")
-    return planted
+    (root / params.mutants).write_text("\n".join([head, *rows]), encoding="utf-8")
+    return [bug.words for bug in bugs]
+
+
+def fresh_ids(ids: list[str], taken: set[str]) -> list[str]:
+    """The ids, each with a number behind it where it is taken already."""
+    found: list[str] = []
+    for name in ids:
+        names = [name, *(f"{name}-{number}" for number in range(2, len(ids) + len(taken) + 2))]
+        found.append(next(each for each in names if each not in taken.union(found)))
+    return found
 
 
 def _make_golden(params: AddParams, workspace: Workspace) -> int:

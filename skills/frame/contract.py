@@ -34,7 +34,11 @@ class Result(BaseModel, ABC):
 
     @abstractmethod
     def summary(self) -> str:
-        """A few lines for people: what was done or found, and what to do next."""
+        """A few lines for people: what was done or found, and what to do next. They stand last."""
+
+    def outlook(self) -> str:
+        """The same after a dry run of what changes the checkout: what was not proven, and what a real run does."""
+        return "Nothing was proven, and nothing has changed: a run without --dry-run proves this, then lands it."
 
 
 P = TypeVar("P", bound=Params)

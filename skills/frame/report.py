@@ -60,12 +60,13 @@ class Report(BaseModel):
         lines = [f"{self.skill}: {self.status} ({self.seconds:.1f} s)"]
         lines += [f"missing: {row.what}\n  remedy: {row.remedy}" for row in self.missing]
         lines += self.failures
-        if self.result is not None and self.status == "done":
-            lines.append(self.result.summary())
         if self.status in ("done", "dry run"):
             lines += [f"  {kind:8} {path}" for path, kind in self.changes.items()]
         lines += [self.diff] if self.diff else []
-        return lines + ([f"results: {self.out}"] if self.out is not None else [])
+        lines += [f"results: {self.out}"] if self.out is not None else []
+        if self.result is not None and self.status in ("done", "dry run"):
+            lines.append(self.result.summary() if self.status == "done" else self.result.outlook())
+        return lines
 
     def show(self, as_json: bool, start: float) -> None:
         """Prints the report, and keeps it as result.json among the run's results."""
@@ -79,11 +80,15 @@ class Report(BaseModel):
 
 
 def shortened(diff: str) -> str:
-    """A diff with at most DIFF_LINES of each file."""
+    """A diff with at most DIFF_LINES of each file; of a new file of JSON its path and length."""
     files = ("\n" + diff).split("\ndiff --git ")[1:]
     shown = []
     for text in files:
         lines = ("diff --git " + text).splitlines()
+        if lines[1].startswith("new file") and lines[0].endswith(".json"):
+            added = sum(line.startswith("+") for line in lines) - 1  # one is the header's
+            shown.append(f"{lines[0].rpartition(' b/')[2]}: new, {added} lines")
+            continue
         left = len(lines) - DIFF_LINES
         shown += lines[:DIFF_LINES] + ([f"... {left} more lines of this file"] if left > 0 else [])
     return "\n".join(shown)

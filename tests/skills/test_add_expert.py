@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from pithtrain.ops.linear import Compute, Groups
 from pithtrain.ops.parameter import Weight
 from skills.add_expert import edits
 from skills.add_expert.bugs import bugs_of
-from skills.add_expert.skill import SKILL, AddParams
+from skills.add_expert.skill import SKILL, AddParams, AddResult, fresh_ids
 from skills.add_expert.writer import class_name, fields_of, module
 from skills.frame import Failed
 from skills.frame.staging import Stage
@@ -109,10 +111,40 @@ def test_each_bug_stands_once_and_changes_something(name: str, tmp_path: Path) -
     assert len(bugs) >= 2
     for number, bug in enumerate(bugs):
         changed = module(name, formula, bug.root)
-        planted = edits.plant(bug.slug, text, changed)
-        assert text.count(planted.text) == 1 and text.replace(planted.text, planted.replacement) == changed
+        old, new = edits.plant(text, changed)
+        assert text.count(old) == 1 and text.replace(old, new) == changed
         got = outcome(load(changed, tmp_path / f"bug{number}.py"), name, formula)
-        assert any(not torch.allclose(got[what], expected[what], rtol=1e-4, atol=1e-6) for what in expected), bug.slug
+        assert any(not torch.allclose(got[what], expected[what], rtol=1e-4, atol=1e-6) for what in expected), bug.words
+
+
+def test_bugs_are_named_by_the_text_of_the_formula() -> None:
+    """In words for people, and in ids that are valid and each its own."""
+    bugs = {bug.slug: bug.words for bug in bugs_of(parse(*FORMULAS["bias_gate"]))}
+    assert (
+        bugs["plus-bias-is-lost"] == "`+ bias` is lost" and bugs["gate-gets-no-gradient"] == "`gate` gets no gradient"
+    )
+    assert bugs["times-x-up-is-lost"] == "`* (x @ up.T)` is lost"
+    assert bugs["sigmoid-gate-is-computed-with-tanh"] == "`sigmoid(gate)` is computed with tanh"
+    clamped = {bug.slug: bug.words for bug in bugs_of(parse(*FORMULAS["clamped_gate"]))}
+    assert clamped["minus-3-is-taken-for-minus-3-75"] == "`-3` is taken for -3.75"
+    for slug, words in (bugs | clamped).items():
+        assert re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", slug) and len(slug) <= 48 and len(words) < 100
+    assert fresh_ids(["a", "b", "a"], {"b", "a-2"}) == ["a", "b-2", "a-3"]
+
+
+def test_what_is_said_at_the_end() -> None:
+    """After a landing: the bugs, how to keep the change, a line to type. After a dry run: that nothing is proven."""
+    bugs = ["`+ bias` is lost", "`x` gets no gradient"]
+    result = AddResult(
+        name="mine", file="f.py", parameters=1, flops=2, case="experts-mine", seed=3, bugs=bugs, notes=[]
+    )
+    summary = result.summary()
+    assert "\n  `+ bias` is lost\n" in summary and "git diff && git commit" in summary
+    command = shlex.split(summary.splitlines()[-1])
+    assert command == [".venv/bin/pith", "train", "examples/small.toml", "--set", "model.experts=mine"]
+    assert (ROOT / command[2]).is_file()
+    outlook = result.outlook()
+    assert outlook.startswith("Nothing was proven") and "plant 2 bugs" in outlook and "git" not in outlook
 
 
 def test_edits_fit_the_files_as_they_are() -> None:
