@@ -5,6 +5,7 @@ attention, (dispatch), experts, (combine), aggregate; a dense one is attention a
 and never communicate. B sequences, S positions, T = B * S tokens, D hidden.
 """
 
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from pithtrain.ops.permute import Permutation, unpermute
 from pithtrain.ops.rms_norm import rms_norm
 
 Tables = tuple[Tensor, Tensor]
+Attended = namedtuple("Attended", "residual x topk_weights topk_expert_ids prob_sum z_sum num_tokens_per_expert gap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class SparseLayer:
     def attend(
         self, hidden_states: Tensor, tables: Tables, choice: Choice, padding: Tensor | None, compute: Compute
     ) -> tuple[Tensor, ...]:
-        """The attention segment. hidden_states [B, S, D] ->
+        """The attention segment. hidden_states [B, S, D] -> Attended:
 
         (residual [B, S, D], x [T, D], topk_weights [T, K], topk_expert_ids [T, K], prob_sum [B, E], z_sum [],
         num_tokens_per_expert [B, E], gap []): what the exchanges carry, then what losses and records need.
@@ -73,7 +75,7 @@ class SparseLayer:
         load = measure_load(routing, batch, padding)
         gap = self.router.gap(routing.probs.detach(), choice)
         weights, ids = routing.topk_weights, routing.topk_expert_ids
-        return residual, x, weights, ids, load.prob_sum, load.z_sum, load.num_tokens_per_expert, gap
+        return Attended(residual, x, weights, ids, load.prob_sum, load.z_sum, load.num_tokens_per_expert, gap)
 
     def compute_experts(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, sizes: tuple[int, ...], compute: Compute

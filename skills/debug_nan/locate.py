@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from skills.debug_nan.finding import Origin, Row
-from skills.debug_nan.watcher import Seen, Slot
+from skills.debug_nan.watcher import Seen
+from skills.debug_nan.whereabouts import Slot
 
 
 def origins(seen: Sequence[Seen], num_experts: int, ep: int) -> list[Origin]:

@@ -151,9 +151,9 @@ def _watched(moment: Moment) -> tuple[tuple[bool, float, float], list[Origin]]:
     """The next step once more: whether it is finite, its loss and gradient norm; and its origins over all ranks."""
     run = moment.run
     watcher = Watcher(run.trainee.mesh)
-    trainee = watcher.watched(run.trainee)
+    trainee = watcher.where.watched(run.trainee)
     for kind, flat in {"master": trainee.shard.masters(), **run.optimizer.state()}.items():
-        watcher.own(kind, flat, trainee)
+        watcher.where.own(kind, flat, trainee)
     watcher.before(moment.tensors())
     watched = replace(run, trainee=trainee)
     with watcher:

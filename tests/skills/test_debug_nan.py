@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from golden.world import run_world
+from pithtrain.models.decoder import Attended
 from skills.debug_nan.finding import Origin, Place
 from skills.debug_nan.locate import origins
 from skills.debug_nan.replay import Job
 from skills.debug_nan.watcher import Seen
+from skills.debug_nan.whereabouts import Whereabouts
 from skills.debug_nan.work import Answer, describe
 from skills.frame import Workspace
 from skills.frame.running import main
 from tests.runs import make_run
 from tests.skills.plants import PLANTS, ROW, TOKEN, Plant, replay_planted
+from tests.whole_model import new_trainee
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = ("skills.debug_nan.replay", "tests.skills.plants")
@@ -98,6 +101,18 @@ def test_help_needs_no_torch() -> None:
     """The parameters and the answer are declared without it."""
     code = "import sys, skills.debug_nan.skill; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_all_that_a_sparse_layer_gives_counts_but_its_gap() -> None:
+    trainee = new_trainee(16)
+    where = Whereabouts(trainee.mesh)
+    where.watched(trainee)
+    names, place = list(Attended._fields), Place(name="layers.2.attention", phase="forward", microbatch=1)
+    assert where.given(place, names) == [name for name in names if name != "gap"]
+    assert where.ids == {("layers.2", 1): "topk_expert_ids"}
+    with pytest.raises(TypeError):
+        where.given(place, names[:-1])
+    assert where.given(place.model_copy(update={"phase": "backward"}), names[:-1]) == names[:-1]
 
 
 def test_origins_come_in_the_order_of_causes() -> None:
