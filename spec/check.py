@@ -15,8 +15,9 @@ from rich.text import Text
 
 from spec import source
 from spec.document import Document, Problem, RestrictedCall, RestrictedName, Room, Rules, Statement, read
-from spec.formula import FormulaError, parse
+from spec.formula import FormulaError
 from spec.imports import check_imports
+from spec.parser import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 

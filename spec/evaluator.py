@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spec.formula import Formula, FormulaError, Node
+from spec.formula import Declared, Formula, FormulaError, Node, walk
+from spec.parser import parse
 
 HIDDEN, WIDE, ROWS = 6, 5, 64  # of the sample that a formula is tried on
 UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -100,11 +101,36 @@ def refuse_useless(formula: Formula) -> None:
         if not grad.any():
             problem = f"no gradient reaches {name}: the result is the same whatever it is; let it matter"
             raise FormulaError("formula", problem, formula.text, _place(formula, name))
-    vectors = {name: torch.zeros_like(value).requires_grad_() for name, value in values.items() if value.dim() == 1}
-    grads = _gradients(formula, x, values | vectors, "where vectors are zero, as they start")
-    if not any(grads[name].any() for name in values):
-        problem = "no weight gets a gradient while vectors are zero, as they start; write (1 + v) for a factor v"
-        raise FormulaError("formula", problem, formula.text, _place(formula, next(iter(vectors or values))))
+    idle = idle_at_start(formula)
+    if "x" in idle or idle >= values.keys():
+        first = next(weight.name for weight in (*_vectors(formula), *formula.weights))
+        problem = f"while vectors are zero, as they start, no gradient reaches {', '.join(sorted(idle))}"
+        remedy = f"write (1 + {first}) where {first} is a factor"
+        raise FormulaError("formula", f"{problem}; {remedy}", formula.text, _place(formula, first), with_ones(formula))
+
+
+def _vectors(formula: Formula) -> list[Declared]:
+    return [weight for weight in formula.weights if len(weight.sizes) == 1]
+
+
+def idle_at_start(formula: Formula) -> set[str]:
+    """x and the weights to which no gradient flows while vectors are zero, as they start."""
+    x, values = sample(formula)
+    values |= {weight.name: torch.zeros_like(values[weight.name]).requires_grad_() for weight in _vectors(formula)}
+    grads = _gradients(formula, x, values, "where vectors are zero, as they start")
+    return {name for name, grad in grads.items() if not grad.any()}
+
+
+def with_ones(formula: Formula) -> str:
+    """The formula's text with (1 + v) for every vector v that is a factor; "" where something stays idle even so."""
+    factors = {
+        arg.span: arg.weight for node in walk(formula.root) if node.name == "*" for arg in node.args if arg.weight
+    }
+    text = formula.text
+    for (start, stop), name in sorted(factors.items(), reverse=True):
+        text = f"{text[:start]}(1 + {name}){text[stop:]}"
+    weights = " ".join(map(str, formula.weights))
+    return "" if not factors or idle_at_start(parse(text, weights)) else text
 
 
 def _gradients(formula: Formula, x: Tensor, values: dict[str, Tensor], where: str) -> dict[str, Tensor]:

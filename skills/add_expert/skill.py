@@ -13,7 +13,8 @@ from skills.add_expert.writer import RESERVED, class_name, module
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
 from spec.check import room_lines
 from spec.document import Mutant, Rules, read
-from spec.formula import Formula, parse
+from spec.formula import Formula
+from spec.parser import parse
 from spec.source import count_lines, python_files
 
 FOLDER = "pithtrain/layers/experts"
@@ -142,6 +143,8 @@ class AddExpert(Skill[AddParams, AddResult]):
 
     def steps(self, params: AddParams, workspace: Workspace) -> AddResult:
         formula, root = params.parsed(), workspace.root
+        for note in (notes := notes_on(formula)):
+            workspace.say(note)
         workspace.say(f"writing {params.file}")
         _change(root, params.file, lambda _: module(params.name, formula))
         _change(root, "pithtrain/choices.py", lambda text: edits.add_to_literal(text, params.name))
@@ -163,7 +166,7 @@ class AddExpert(Skill[AddParams, AddResult]):
             case=params.case,
             seed=seed,
             bugs=bugs,
-            notes=_notes(formula),
+            notes=notes,
         )
 
     def postconditions(self, params: AddParams, result: AddResult, workspace: Workspace) -> list[str]:
@@ -306,11 +309,17 @@ def _make_golden(params: AddParams, workspace: Workspace) -> int:
     return seed
 
 
-def _notes(formula: Formula) -> list[str]:
+def notes_on(formula: Formula) -> list[str]:
+    """What can be said before a formula is tried in training."""
+    from spec.evaluator import idle_at_start, with_ones  # they need torch
+
     notes = []
     vectors = [weight.name for weight in formula.weights if len(weight.sizes) == 1]
     if vectors:
         notes.append(f"{', '.join(vectors)}: zero at the start, and not decayed.")
+    if idle := sorted(idle_at_start(formula)):
+        better = f"; to have them learn from the first step, write {text}" if (text := with_ones(formula)) else ""
+        notes.append(f"{', '.join(idle)}: without a gradient until {', '.join(vectors)} left zero{better}.")
     odd = [
         str(weight) for weight in formula.weights for size in weight.sizes[:2] if not size.letter and size.count % 16
     ]

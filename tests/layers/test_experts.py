@@ -21,7 +21,8 @@ from pithtrain.ops.linear import Compute, Groups, Precision, dtype_of
 from pithtrain.ops.parameter import Weight
 from spec.document import read
 from spec.evaluator import evaluate, evaluate_parts
-from spec.formula import Formula, parse
+from spec.formula import Formula
+from spec.parser import parse
 from tests.agreement import randn, relative_difference
 
 FORMULAS = {row.name: parse(row.formula, row.weights) for row in read(Path(__file__).resolve().parents[2]).experts}

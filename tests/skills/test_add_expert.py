@@ -23,7 +23,8 @@ from skills.add_expert.writer import class_name, fields_of, module
 from skills.frame import Failed
 from skills.frame.staging import Stage
 from spec.evaluator import evaluate, sample
-from spec.formula import Formula, parse
+from spec.formula import Formula
+from spec.parser import parse
 from tests.agreement import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]

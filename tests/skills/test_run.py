@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from skills.frame import Workspace, staging
+from skills.frame.report import shortened
 from tests.skills.toy import left_behind, make_checkout, napping, pith, run_python, start, tree, wait_for
 
 ADD = ("skill", "run", "add-word", "tree", "--weights", "3")
@@ -82,11 +83,25 @@ def test_a_dry_run_shows_the_diff_and_lands_nothing(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert tree(checkout) == before and left_behind(checkout) == []
     assert "+++ b/words.txt" in done.stdout and "\n+tree\n" in done.stdout and "deleted file mode 100644" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Nothing was proven, and nothing has changed")
     (patch,) = (checkout / "runs/skills/add-word").glob("*/change.diff")
     assert pith(checkout, *ADD).returncode == 0
     landed = tree(checkout)
     staging.git(checkout, "apply", "--reverse", str(patch))
     assert tree(checkout) == before != landed
+
+
+def test_a_printed_diff_is_short() -> None:
+    """New JSON is a line, other JSON is not; long changes are cut."""
+    added = "".join(f"+{number}\n" for number in range(312))
+    head = "diff --git a/{0} b/{0}\n{1}--- a/{0}\n+++ b/{0}\n@@ -0,0 +1,312 @@\n"
+    new, old = (head.format("golden/x.json", mode) + added for mode in ("new file mode 100644\nindex 0..1\n", ""))
+    assert shortened(new) == "golden/x.json: new, 312 lines"
+    assert shortened(new + head.format("a.py", "") + "+1\n").splitlines()[:2] == [
+        "golden/x.json: new, 312 lines",
+        "diff --git a/a.py b/a.py",
+    ]
+    assert len(shortened(old).splitlines()) == 201 and shortened(old).endswith("... 116 more lines of this file")
 
 
 def test_the_json_is_whole_and_kept(checkout: Path) -> None:

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 
 from spec.check import check_experts
 from spec.document import read
-from spec.evaluator import evaluate, refuse_useless
-from spec.formula import FormulaError, parse
+from spec.evaluator import evaluate, idle_at_start, refuse_useless, with_ones
+from spec.formula import FormulaError
+from spec.hints import RECIPES, filled
+from spec.parser import parse
 from spec.reference.experts import clamped_swiglu, swiglu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +47,7 @@ def test_spec_check_reads_formulas() -> None:
     document = read(ROOT)
     wrong = document.experts[0].model_copy(update={"weights": "gate:F,D up:F,F down:D,F"})
     [problem] = check_experts(document.model_copy(update={"statements": (wrong, *document.experts[1:])}))
-    assert problem.where == wrong.id and "up [F, F] expects [.., F]" in problem.what and "^~" in problem.what
+    assert problem.where == wrong.id and "up.T takes [.., F] by up:F,F" in problem.what and "^~" in problem.what
 
 
 CASES = {
@@ -88,16 +90,38 @@ def test_counts() -> None:
 REFUSED = [
     # formula, weights, the part marked, what is said
     ("swosh(x @ up.T) @ down.T", TWO, "swosh", "unknown function 'swosh', expected one of silu"),
-    ("silu(x @ upp.T) @ down.T", TWO, "upp.T", "right side of @"),
-    ("silu(x @ up.T) + upp", TWO, "upp", "no weight is called 'upp', expected one of x, up, down"),
-    ("silu(x @ up) @ down.T", TWO, "up", "expected up.T"),
-    ("silu(x @ up.T) @ down.T", "up:F,D down:F,D", "silu(x @ up.T) @ down.T", "shape [.., F], down [F, D] expects"),
-    ("silu(x @ up.T)", "up:F,D", "silu(x @ up.T)", "the result has shape [.., F], expected [.., D]"),
-    ("x @ a.T + x @ b.T @ c.T", "a:D,D b:F,D c:F,F", "x @ a.T + x @ b.T @ c.T", "shapes [.., D] and [.., F]"),
+    ("silu(x @ wide.T) @ down.T", TWO, "wide.T", "no weight is called 'wide', expected one of x, up, down; declare"),
+    ("silu(x @ (2 * x)) @ down.T", TWO, "2 * x", "right side of @"),
+    ("silu(x @ up.T) + b", TWO, "b", "no weight is called 'b', expected one of x, up, down; declare it, as b:F"),
+    (
+        "silu(x @ up.T) @ down.T",
+        "up:F,D down:F,D",
+        "silu(x @ up.T) @ down.T",
+        "is [.., F] by up:F,D, but down.T takes [.., D] by down:F,D; sizes are out,in: declare down:D,F",
+    ),
+    ("silu(x @ up.T)", "up:F,D", "silu(x @ up.T)", "the result is [.., F] by up:F,D, expected [.., D]"),
+    (
+        "x @ a.T + x @ b.T @ c.T",
+        "a:D,D b:F,D c:F,F",
+        "x @ a.T + x @ b.T @ c.T",
+        "`x @ a.T` is [.., D] by a:D,D, but `x @ b.T @ c.T` is [.., F] by c:F,F",
+    ),
+    (
+        "silu(x @ up.T) * b @ down.T",
+        TWO + " b:D",
+        "silu(x @ up.T) * b",
+        "`b` is [.., D] by b:D, expected equal sizes or size 1; declare b:F",
+    ),
+    (
+        "silu(x @ up.T) @ down.T",
+        "up:F,D down:D,2F",
+        "silu(x @ up.T) @ down.T",
+        "declare down:D,F or change the left side",
+    ),
     ("silu(x @ up.T, 2) @ down.T", TWO, "silu(x @ up.T, 2)", "silu got 2 arguments, expected 1"),
-    ("up * x", "up:F,D", "up", "up [F, D] is a matrix"),
-    ("x @ v.T", "v:D", "v.T", "v [D] is a vector"),
-    ("x * up.T", "up:D,D", "up.T", "up.T stands alone"),
+    ("up * x", "up:F,D", "up", "up is a matrix, declared up:F,D"),
+    ("x @ v.T", "v:D", "v.T", "v is a vector, declared v:D"),
+    ("x + up.T", "up:D,D", "up.T", "up.T stands alone"),
     ("x ** v", "v:D", "v", "an exponent is a number"),
     ("clamp(x, v, 2)", "v:D", "v", "clamp's limits are numbers"),
     ("clamp(x, 2, -2) * v", "v:D", "clamp(x, 2, -2)", "low 2 and high -2"),
@@ -108,19 +132,24 @@ REFUSED = [
     ("x if v else x", "v:D", "x if v else x", "not allowed here"),
     ("'x' * v", "v:D", "'x'", "not allowed here"),
     ("True * x * v", "v:D", "True", "not allowed here"),
-    ("silu(x @ up.T @ down.T", TWO, "(", "cannot be read"),
+    ("silu(x @ up.T @ down.T", TWO, "(", "this bracket is never closed"),
+    ("silu(x @ up.T)) @ down.T", TWO, ")", "no bracket is open"),
+    ("silu(x up.T) @ down.T", TWO, "u", "no sign stands before this"),
+    ("silu(x @ up.T * 2x) @ down.T", TWO, "2", "cannot be read (invalid decimal literal), expected x"),
+    ("  ", TWO, None, "empty; write what an expert makes of x"),
     ("x * vé", "v:D", "é", "ASCII"),
     ("-" * 400 + "x * v", "v:D", None, "nested too deep"),
     ("-" * 99 + "x * v" + " " * 3, "v:D", None, "nested too deep"),
     ("v + 1", "v:D", "v + 1", "x is not used"),
-    ("2 * 3", "", "2 * 3", "the result has no shape"),
+    ("2 * 3", "", "2 * 3", "the result is a number"),
     ("x * 2", "", "x * 2", "no weight"),
     ("0 * x + v", "v:D", "x", "no gradient reaches x"),
     ("x + relu(-square(v))", "v:D", "v", "no gradient reaches v"),
     ("softmax(x @ g.T) * x", "g:1,D", "g.T", "no gradient reaches g"),
     ("log(x @ w.T)", "w:D,D", "log(x @ w.T)", "not finite on ordinary inputs"),
     ("x / v", "v:D", "x / v", "not finite where vectors are zero"),
-    ("x * v * w", "v:D w:D", "v", "no weight gets a gradient while vectors are zero"),
+    ("x + square(v) * x", "v:D", "v", "while vectors are zero, as they start, no gradient reaches v; write (1 + v)"),
+    ("-v * x", "v:D", "v", "no gradient reaches x; write (1 + v) where v is a factor"),
     ("sqrt(abs(x - x)) + w", "w:D", "x", "the gradient to x is not finite"),
 ]
 
@@ -136,6 +165,69 @@ def test_a_formula_that_is_none_is_refused_with_its_place(
     if marked is not None:
         start = lines[2].index("^")
         assert lines[1][start : len(lines[2])] == marked
+
+
+MENDED = [
+    # formula, weights, the part marked, what to write instead
+    ("silu(x @ up) @ down.T", TWO, "up", "silu(x @ up.T) @ down.T"),
+    ("silu(x @ self.up.T) @ down.T", TWO, "self.up.T", "silu(x @ up.T) @ down.T"),
+    ("silu(x @ up.weight.t()) @ down.T", TWO, "up.weight.t()", "silu(x @ up.T) @ down.T"),
+    ("silu(x @ upp.T) @ down.T", TWO, "upp.T", "silu(x @ up.T) @ down.T"),
+    ("silu(X @ up.T) @ down.T", TWO, "X", "silu(x @ up.T) @ down.T"),
+    ("down @ silu(x @ up.T)", TWO, "down @ silu(x @ up.T)", "silu(x @ up.T) @ down.T"),
+    ("silu(up.T @ (x + 1)) @ down.T", TWO, "up.T @ (x + 1)", "silu((x + 1) @ up.T) @ down.T"),
+    ("silu(x * up.T) @ down.T", TWO, "x * up.T", "silu(x @ up.T) @ down.T"),
+    ("(swish(x @ up.T)) @ down.T", TWO, "swish", "(silu(x @ up.T)) @ down.T"),
+    ("SiLU(x @ up.T) @ down.T", TWO, "SiLU", "silu(x @ up.T) @ down.T"),
+    ("sigmoidal(x @ up.T) @ down.T", TWO, "sigmoidal", "sigmoid(x @ up.T) @ down.T"),
+    ("F.silu(x @ up.T) @ down.T", TWO, "F.silu(x @ up.T)", "silu(x @ up.T) @ down.T"),
+    ("torch.nn.functional.silu(x) @ up.T @ down.T", TWO, "torch.nn.functional.silu(x)", "silu(x) @ up.T @ down.T"),
+    ("np.clip(x, -1, 1) @ up.T @ down.T", TWO, "np.clip(x, -1, 1)", "clamp(x, -1, 1) @ up.T @ down.T"),
+    ("(x @ up.T).relu() @ down.T", TWO, "(x @ up.T).relu()", "relu(x @ up.T) @ down.T"),
+    ("softmax(x @ up.T, dim=-1) @ down.T", TWO, "softmax(x @ up.T, dim=-1)", "softmax(x @ up.T) @ down.T"),
+    ("leaky_relu(x) @ up.T @ down.T", TWO, "leaky_relu(x)", "maximum(x, 0.01 * x) @ up.T @ down.T"),
+    (
+        "x * quick_gelu(x + v)",
+        "v:D",
+        "quick_gelu(x + v)",
+        "x * ((x + v) * sigmoid(1.702 * (x + v)))",
+    ),
+    ("relu(x @ up.T)^2 @ down.T", TWO, "^", "relu(x @ up.T) ** 2 @ down.T"),
+    ("y = silu(x @ up.T) @ down.T", TWO, "y = ", "silu(x @ up.T) @ down.T"),
+    ("σ(x @ upᵀ) @ down.T", TWO, "σ", "sigmoid(x @ up.T) @ down.T"),
+    ("(v * silu(x @ up.T)) @ down.T", TWO + " v:F", "v", "((1 + v) * silu(x @ up.T)) @ down.T"),
+    (
+        "(v * silu(x @ up.T) - v * relu(x @ up.T)) @ down.T",
+        TWO + " v:F",
+        "v",
+        "((1 + v) * silu(x @ up.T) - (1 + v) * relu(x @ up.T)) @ down.T",
+    ),
+    ("x * v * w", "v:D w:D", "v", "x * (1 + v) * (1 + w)"),
+]
+
+
+@pytest.mark.parametrize(("text", "weights", "marked", "instead"), MENDED, ids=[row[0] for row in MENDED])
+def test_what_was_probably_meant_is_shown_in_the_formula(text: str, weights: str, marked: str, instead: str) -> None:
+    """One more line after the mark: the whole formula, which holds."""
+    with pytest.raises(FormulaError) as refused:
+        refuse_useless(parse(text, weights))
+    said, shown, marks, write = str(refused.value).splitlines()
+    start = marks.index("^")
+    assert said.startswith("formula: ") and shown[start : len(marks)] == marked
+    assert write == f"  write: {instead}"
+    refuse_useless(parse(instead, weights))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_stands_for_a_missing_function_is_a_formula(name: str) -> None:
+    """With an argument in it that needs its brackets."""
+    declared = {"w": "w:D,D", "gate": "gate:F,D", "up": "up:F,D"}
+    text = filled(RECIPES[name], "square(x - v) + 1")
+    weights = ["down:D,F", "v:D", *(row for word, row in declared.items() if f"{word}.T" in text)]
+    formula = f"(2 * {text}) @ down.T + v" if "gate.T" in text else f"x * {text} @ into.T @ down.T + v"
+    refuse_useless(parse(formula, " ".join([*weights, *(["into:F,D"] if "into" in formula else [])])))
+    with pytest.raises(FormulaError, match="unknown function"):
+        parse(f"{name}(x) * v", "v:D")
 
 
 REFUSED_WEIGHTS = [
@@ -162,3 +254,36 @@ def test_weights_that_are_none_are_refused_with_their_place(weights: str, marked
     if marked is not None:
         start = lines[2].rindex("^")
         assert lines[1][start : len(lines[2])] == marked
+
+
+WEIGHTS = [
+    "up=F,D down=D,F",
+    "up: F, D down: D, F",
+    "up:F,D, down:D,F",
+    "up:[F,D] down:[D,F]",
+    "UP:f,d; DOWN:d,f",
+    "up:FxD down:D×F",
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weights_written_otherwise_are_shown_as_they_should_be(weights: str) -> None:
+    with pytest.raises(FormulaError) as refused:
+        parse("gelu(x @ up.T) @ down.T", weights)
+    assert str(refused.value).splitlines()[3:] == ["  write: up:F,D down:D,F"]
+
+
+def test_weights_that_nobody_can_guess_are_not_guessed() -> None:
+    with pytest.raises(FormulaError) as refused:
+        parse("gelu(x @ up.T) @ down.T", "my up:F,D down:D,F")
+    assert "write:" not in str(refused.value)
+
+
+def test_what_idles_at_the_start() -> None:
+    """A factor of zero keeps what it scales from learning, though it learns itself; 1 + a factor does not."""
+    text, weights = "x + v * (silu(x @ up.T) @ down.T)", TWO + " v:D"
+    formula = parse(text, weights)
+    refuse_useless(formula)
+    assert idle_at_start(formula) == {"up", "down"}
+    assert with_ones(formula) == "x + (1 + v) * (silu(x @ up.T) @ down.T)"
+    assert idle_at_start(parse(with_ones(formula), weights)) == set()
