@@ -79,7 +79,7 @@ def _line(record: Record) -> str:
 
 class Display:
     """Shows a run while it goes: a live line on a terminal, else a plain line for the first step, every `every` steps,
-    the last step and each validation. Use as a context.
+    the last step, each validation and each step that was skipped. Use as a context.
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, every: int = 10, console: Console | None = None) -> None:
@@ -102,7 +102,8 @@ class Display:
         """Shows one record: a step's, or a validation's (which has "validation_loss")."""
         step, is_validation, shown = record["step"], "validation_loss" in record, _shown(record)
         if not self._console.is_terminal:
-            if is_validation or step in (self._start + 1, self._total) or step % self._every == 0:
+            due = step in (self._start + 1, self._total) or step % self._every == 0
+            if is_validation or record.get("skipped") or due:
                 print(f"step {step}/{self._total}  {shown}{self._eta(step)}", file=self._console.file, flush=True)
         elif is_validation:
             self._validation = shown
@@ -117,7 +118,7 @@ class Display:
 
 
 def _shown(record: Record) -> str:
-    """A record's main numbers, those that are there, as one line."""
+    """A record's main numbers, those that are there, as one line; first that the step was skipped, if it was."""
     formats = {
         "loss": "loss {:.4f}",
         "grad_norm": "grad {:.3f}",
@@ -125,7 +126,8 @@ def _shown(record: Record) -> str:
         "tokens_per_second": "{:,.0f} tokens/s",
         "validation_loss": "validation {:.4f}",
     }
-    return "  ".join(form.format(record[name]) for name, form in formats.items() if record.get(name) is not None)
+    numbers = [form.format(record[name]) for name, form in formats.items() if record.get(name) is not None]
+    return "  ".join(["skipped"] * bool(record.get("skipped")) + numbers)
 
 
 def parameter_counts(arch: Architecture) -> tuple[int, int]:

@@ -142,6 +142,29 @@ def test_where_a_run_cannot_start_or_write_is_refused_before_it_starts(run: Path
         assert main([str(run), f"--set={override}"]) == REFUSED and not dist.is_initialized()
 
 
+def test_another_models_checkpoint_is_refused_before_it_starts(run: Path) -> None:
+    """By the newest checkpoint, a named one, or weights to start from; the resolved run file stays that of the run."""
+    sparse = json.loads((run.parent / "config.json").read_text()) | {"mlp_only_layers": []}
+    (run.parent / "config.json").write_text(json.dumps(sparse))
+    run_ranks(1, run, "train.steps=5")
+    newest, resolved = run.parent / "out/checkpoints/step-00000005", run.parent / "out/config.resolved.toml"
+    resolved.write_text("the run's own")
+    (run.parent / "shallow.json").write_text(json.dumps(sparse | {"num_hidden_layers": 2}))
+    elsewhere = f"run.folder={run.parent / 'elsewhere'}"
+    layers, experts = f"model.config={run.parent / 'shallow.json'}", "model.experts=relu2"
+    for override, begin, says in (
+        (layers, (), r"checkpoint.resume: .*step-00000005.*num_hidden_layers: got 3, expected 2; .*model.config"),
+        (experts, (), r"checkpoint.resume: .*expert_type: got None, expected 'relu2'; .*model.experts"),
+        (layers, (elsewhere, f"checkpoint.resume={newest}"), r"checkpoint.resume: .*num_hidden_layers"),
+        (layers, (elsewhere, f"model.weights={newest}"), r"model.weights: .*num_hidden_layers"),
+    ):
+        words = [str(run), *(f"--set={word}" for word in (override, *begin))]
+        with pytest.raises(ConfigError, match=says):
+            make_plan(load(run, [override, *begin]), str(run), 1)
+        assert main(words) == main([*words, "--dry-run"]) == REFUSED and not dist.is_initialized()
+    assert resolved.read_text() == "the run's own"
+
+
 def test_a_dense_model_has_no_biases_to_balance(run: Path) -> None:
     config = json.loads((run.parent / "config.json").read_text()) | {"mlp_only_layers": [0, 1, 2]}
     (run.parent / "config.json").write_text(json.dumps(config))
@@ -192,7 +215,10 @@ def test_nonfinite_steps_in_a_row_end_the_run(run: Path) -> None:
     (rank,) = start_ranks(1, run, "train.max_nonfinite_steps=3", "schedule.kind=constant", troubles=[trouble])
     assert rank.wait(60) == NONFINITE, rank.output.read_text()
     assert status(out)["step"] == 6 and "3 steps in a row" in status(out)["reason"]
-    assert "3 steps in a row" in rank.output.read_text()
+    said = rank.output.read_text()
+    assert "3 steps in a row" in said and "skipped so far: 4 of 6 steps" in said
+    assert [said.count(f"step {step}/10  skipped  loss nan") for step in range(1, 7)] == [0, 1, 0, 1, 1, 1], said
+    assert said.index("pith skill run debug-nan") < said.index("pith train"), said
     bad = saved(out, 6)
 
     good = run.parent / "good"

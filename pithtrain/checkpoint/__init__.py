@@ -18,8 +18,9 @@ Choices:
 - What takes `Ranks` is called by all ranks together and fails on all of them if it fails on one.
 """
 
-from pithtrain.checkpoint.load import export, import_weights, latest, load
+from pithtrain.checkpoint.load import OtherModel, check_model, export, import_weights, latest, load
 from pithtrain.checkpoint.save import SaveFailed, Saver
 from pithtrain.checkpoint.state import ONE_RANK, Ranks, TrainState
 
-__all__ = ["ONE_RANK", "Ranks", "SaveFailed", "Saver", "TrainState", "export", "import_weights", "latest", "load"]
+__all__ = ["ONE_RANK", "OtherModel", "Ranks", "SaveFailed", "Saver", "TrainState"]
+__all__ += ["check_model", "export", "import_weights", "latest", "load"]

@@ -20,7 +20,7 @@ from pithtrain.models.names import Shape
 # keys of config.json that do not change what the weights compute
 _FREE_CONFIG_KEYS = {"architectures", "torch_dtype", "initializer_range", "max_position_embeddings"}
 _RELEASED = ("F32", "BF16", "F16")  # what import takes
-_OTHERWISE = "make the run's model the same, or name another folder"
+_OTHERWISE = "make the run's model (model.config, model.experts) the same, or name another folder"
 
 
 def latest(folder: Path, ranks: Ranks = ONE_RANK) -> tuple[Path | None, list[str]]:
@@ -100,7 +100,7 @@ def _load_tensors(
 ) -> None:
     """Collective. Check that all kinds' tensors are this model's, then hand `state` this rank's part of each."""
     shapes = family_shapes(state, family)
-    ranks.together(folder, lambda: _check_config(folder / files.CONFIG, family))
+    ranks.together(folder, lambda: check_model(folder, family))
     found = ranks.together(folder, lambda: {kind: _find(folder, kind, shapes, dtypes) for kind in kinds})
     for kind, slices in found.items():
         ranks.together(folder, partial(_scatter, kind, slices, state, family))
@@ -113,8 +113,13 @@ def _scatter(kind: str, slices: Mapping[str, Any], state: ModelState, family: Fa
         state.scatter(kind, name, tensor)
 
 
-def _check_config(path: Path, family: Family) -> None:
-    """Raises ValueError when the folder's model would compute something else than the run's."""
+class OtherModel(ValueError):
+    """A folder's model would compute something else than the run's."""
+
+
+def check_model(folder: Path, family: Family) -> None:
+    """Reads only the folder's config. Raises OtherModel, or ValueError when it is none of this family's."""
+    path = folder / files.CONFIG
     try:
         theirs = family.respell(dict(json.loads(path.read_bytes())))
     except (OSError, ValueError, TypeError) as error:
@@ -123,7 +128,7 @@ def _check_config(path: Path, family: Family) -> None:
     differ = [key for key in ours if key not in _FREE_CONFIG_KEYS and theirs.get(key) != ours[key]]
     if differ:
         what = "; ".join(f"{key}: got {theirs.get(key)!r}, expected {ours[key]!r}" for key in differ)
-        raise ValueError(f"{path}: another model's: {what}; {_OTHERWISE}")
+        raise OtherModel(f"{path}: another model's: {what}; {_OTHERWISE}")
 
 
 def _find(folder: Path, kind: str, shapes: Mapping[str, Shape], dtypes: Sequence[str]) -> dict[str, Any]:

@@ -135,12 +135,16 @@ def _last_words(plan: Plan, ending: Ending) -> str:
         lines.append(f"loss on held-out data: {ending.validation_loss:.4f} nats a token")
         if plan.train.vocab_size <= 1024:
             lines[-1] += f" (bigram entropy of the training data: {bigram_entropy(plan.train):.4f})"
+    if ending.skipped:
+        lines.append(f"skipped so far: {ending.skipped} of {ending.step} steps had a loss or gradient norm not finite")
     lines += [
         f"run folder: {folder}",
         f"  {newest}  the model as a Hugging Face folder, and all a resume needs",
         f"  metrics.jsonl  every step     {RESOLVED}  the whole run file     status.json  how it ended",
         "what next:",
     ]
+    if ending.skipped:
+        lines.append(f"  {pith} skill run debug-nan {folder}  finds the first value that was not finite")
     if ending.exit_code == COMPLETE:
         lines.append(f"  {pith} export {_shown(plan.cfg.run.folder / newest)} OUT  the model alone")
         lines.append(f"  {again} --set train.steps={2 * ending.step}  train longer from here")

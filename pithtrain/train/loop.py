@@ -41,12 +41,15 @@ Record = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Ending:
-    """How the loop ended: an exit code of watch.py, why, after which step, and the last validation loss."""
+    """How the loop ended: an exit code of watch.py, why, after which step, the last validation loss, and how many steps
+    of the whole run were skipped as not finite.
+    """
 
     exit_code: int
     reason: str
     step: int
     validation_loss: float | None = None
+    skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +162,7 @@ def _loop(run: Run, checkpoints: Checkpoints, record: Record, state: TrainState,
         checkpoints.poll()
     if problem := checkpoints.finish():
         ending = Ending(FAILED, f"the last checkpoint was not saved: {problem}", state.step)
-    return replace(ending, validation_loss=loss)
+    return replace(ending, validation_loss=loss, skipped=state.nonfinite_total)
 
 
 def _is_due(step: int, interval: int) -> bool:

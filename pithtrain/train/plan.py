@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from pithtrain.checkpoint import OtherModel, check_model
 from pithtrain.checkpoint.folder import read_manifest, step_folders
 from pithtrain.config import (
     ConfigError,
@@ -25,7 +26,7 @@ from pithtrain.config import (
 from pithtrain.data import Dataset
 from pithtrain.metrics import flops_per_token, parameter_counts
 from pithtrain.models.architecture import Architecture
-from pithtrain.models.qwen3_moe import load_architecture
+from pithtrain.models.qwen3_moe import Qwen3MoE, load_architecture
 from pithtrain.ops.linear import Precision, dtype_of
 from pithtrain.parallel.mesh import DIMS, Axis, AxisName, Mesh
 from pithtrain.parallel.pipeline.schedule import make_schedule
@@ -60,6 +61,8 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     held_out = cfg.data.validation
     validation = None if held_out is None else _try(problems, lambda: Dataset(held_out))
     problems += check_places(cfg)
+    if arch is not None:
+        problems += check_origin(cfg, arch)
     if arch is not None and train is not None:
         problems += check_run(cfg, arch, world_size, train, validation)
     if problems or arch is None or train is None:
@@ -96,6 +99,21 @@ def check_places(cfg: RunConfig) -> Iterator[str]:
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         what = "cannot be written to" if there.is_dir() else "is a file"
         yield f"run.folder = {folder}: {there} {what}, so nothing could be saved; name another folder"
+
+
+def check_origin(cfg: RunConfig, arch: Architecture) -> Iterator[str]:
+    """The problem with the model that the run starts from, by its config. A damaged checkpoint of the run's own is
+    none: it is passed over for an older one.
+    """
+    resume, weights = cfg.checkpoint.resume, cfg.model.weights
+    own = step_folders(cfg.run.folder / CHECKPOINTS)[:1] if resume == "latest" else []
+    named = resume if isinstance(resume, Path) else weights
+    for folder in own or ([] if named is None else [named]):
+        try:
+            check_model(folder, Qwen3MoE.of(arch))
+        except ValueError as error:
+            if isinstance(error, OtherModel) or not own:
+                yield f"{'model.weights' if folder == weights else 'checkpoint.resume'}: {error}"
 
 
 def _try(problems: list[str], build: Callable[[], T]) -> T | None:
