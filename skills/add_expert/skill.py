@@ -47,19 +47,16 @@ class AddParams(Params):
     @classmethod
     def _named(cls, name: str) -> str:
         if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name) or len(name) > 40:
-            raise ValueError(
-                f"got {name!r}, expected small letters, digits, single underscores; write it as my_experts"
-            )
+            words = re.findall("[A-Z]*[a-z]+|[A-Z0-9]+", name)
+            better = "_".join(words).lower() if words and words[0][0].isalpha() else "my_experts"
+            better = f"{name}_experts" if better == name else better
+            raise ValueError(f"got {name!r}, expected small letters, digits, single underscores; write {better[:40]}")
         return name
 
     @model_validator(mode="after")
-    def _learnable(self) -> "AddParams":
-        formula = self.parsed()
-        if taken := [weight.name for weight in formula.weights if weight.name in RESERVED]:
+    def _readable(self) -> "AddParams":
+        if taken := [weight.name for weight in self.parsed().weights if weight.name in RESERVED]:
             raise ValueError(f"weights: {taken[0]!r} has a meaning of its own in the code; call the weight otherwise")
-        from spec.evaluator import refuse_useless  # it needs torch, which takes seconds to import
-
-        refuse_useless(formula)
         return self
 
     def parsed(self) -> Formula:
@@ -139,6 +136,10 @@ class AddExpert(Skill[AddParams, AddResult]):
             what = f"room in {rules.total.path}/: {held_of}, this type takes {needed}"
             remedy = "remove a type that is not used, or raise `lines` of `total` in spec/architecture.toml"
             missing.append(Missing(what, remedy))
+        if not missing:
+            from spec.evaluator import refuse_useless  # torch takes seconds to import, so all else is looked at first
+
+            refuse_useless(params.parsed())
         return missing
 
     def steps(self, params: AddParams, workspace: Workspace) -> AddResult:

@@ -173,10 +173,11 @@ def test_budgets_are_moved_within_the_limit() -> None:
 
 ROOMS = {"a": 100, "b": 90, "c": 60}
 REFUSED = [
-    ("tanhGated", "tanh(x @ a.T)", "a:D,D", "expected small letters"),
+    ("tanhGated2", "tanh(x @ a.T)", "a:D,D", "expected small letters, digits, single underscores; write tanh_gated_2"),
+    ("my experts", "tanh(x @ a.T)", "a:D,D", "write my_experts"),
+    ("class", "tanh(x @ a.T)", "a:D,D", "write class_experts"),
     ("mine", "tanh(x @ groups.T)", "groups:D,D", "'groups' has a meaning of its own"),
     ("mine", "swosh(x @ a.T)", "a:D,D", "unknown function 'swosh'"),
-    ("mine", "x * 0 + b", "b:D", "no gradient reaches x"),
 ]
 
 
@@ -190,6 +191,8 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path) -> None:
     """A name that is taken, and no lines left."""
     params = AddParams(name="maxout", formula=FORMULAS["maxout"][0], weights=FORMULAS["maxout"][1])
     assert SKILL.preconditions(params, ROOT) == []
+    with pytest.raises(ValueError, match="no gradient reaches x"):
+        SKILL.preconditions(params.model_copy(update={"formula": "x * 0 + b", "weights": "b:D"}), ROOT)
     with pytest.raises(ValueError, match="'geglu' already"):
         SKILL.preconditions(params.model_copy(update={"name": "geglu"}), ROOT)
     (tmp_path / "spec").mkdir()
