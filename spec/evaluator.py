@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spec.formula import Declared, Formula, FormulaError, Node, walk
+from spec.formula import Formula, FormulaError, Node, walk
 from spec.parser import parse
 
 HIDDEN, WIDE, ROWS = 6, 5, 64  # of the sample that a formula is tried on
@@ -101,22 +101,24 @@ def refuse_useless(formula: Formula) -> None:
         if not grad.any():
             problem = f"no gradient reaches {name}: the result is the same whatever it is; let it matter"
             raise FormulaError("formula", problem, formula.text, _place(formula, name))
-    idle = idle_at_start(formula)
-    if "x" in idle or idle >= values.keys():
-        first = next(weight.name for weight in (*_vectors(formula), *formula.weights))
-        problem = f"while vectors are zero, as they start, no gradient reaches {', '.join(sorted(idle))}"
-        remedy = f"write (1 + {first}) where {first} is a factor"
-        raise FormulaError("formula", f"{problem}; {remedy}", formula.text, _place(formula, first), with_ones(formula))
+    if (idle := idle_at_start(formula)).issuperset(_names(formula, 2)):
+        first = next(iter((*_names(formula, 1), *values)))
+        problem = (
+            f"while vectors are zero, as they start, every expert computes the same: {', '.join(sorted(idle))} and"
+        )
+        remedy = f"the router get no gradient; write (1 + {first}) where {first} is a factor, or use a matrix"
+        raise FormulaError("formula", f"{problem} {remedy}", formula.text, _place(formula, first), with_ones(formula))
 
 
-def _vectors(formula: Formula) -> list[Declared]:
-    return [weight for weight in formula.weights if len(weight.sizes) == 1]
+def _names(formula: Formula, dims: int) -> list[str]:
+    """Of the vectors (1) or the matrices (2)."""
+    return [weight.name for weight in formula.weights if len(weight.sizes) == dims]
 
 
 def idle_at_start(formula: Formula) -> set[str]:
     """x and the weights to which no gradient flows while vectors are zero, as they start."""
     x, values = sample(formula)
-    values |= {weight.name: torch.zeros_like(values[weight.name]).requires_grad_() for weight in _vectors(formula)}
+    values |= {name: torch.zeros_like(values[name]).requires_grad_() for name in _names(formula, 1)}
     grads = _gradients(formula, x, values, "where vectors are zero, as they start")
     return {name for name, grad in grads.items() if not grad.any()}
 

@@ -320,7 +320,7 @@ def notes_on(formula: Formula) -> list[str]:
         notes.append(f"{', '.join(vectors)}: zero at the start, and not decayed.")
     if idle := sorted(idle_at_start(formula)):
         better = f"; to have them learn from the first step, write {text}" if (text := with_ones(formula)) else ""
-        notes.append(f"{', '.join(idle)}: without a gradient until {', '.join(vectors)} left zero{better}.")
+        notes.append(f"{', '.join(idle)}: without a gradient until {', '.join(vectors)} moved from zero{better}.")
     odd = [
         str(weight) for weight in formula.weights for size in weight.sizes[:2] if not size.letter and size.count % 16
     ]

@@ -18,14 +18,15 @@ from pithtrain.ops.linear import Compute, Groups
 from pithtrain.ops.parameter import Weight
 from skills.add_expert import edits
 from skills.add_expert.bugs import bugs_of
-from skills.add_expert.skill import SKILL, AddParams, AddResult, fresh_ids
+from skills.add_expert.skill import SKILL, AddParams, AddResult, fresh_ids, notes_on
 from skills.add_expert.writer import class_name, fields_of, module
 from skills.frame import Failed
-from skills.frame.staging import Stage
+from spec.document import read
 from spec.evaluator import evaluate, sample
 from spec.formula import Formula
 from spec.parser import parse
 from tests.agreement import assert_close
+from tests.mutants.runner import copy_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 GATED = "gate:F,D up:F,D down:D,F"
@@ -133,6 +134,16 @@ def test_bugs_are_named_by_the_text_of_the_formula() -> None:
     assert fresh_ids(["a", "b", "a"], {"b", "a-2"}) == ["a", "b-2", "a-3"]
 
 
+def test_notes_say_what_starts_late() -> None:
+    notes = notes_on(parse("x @ w.T + v * (silu(x @ up.T) @ down.T)", "w:D,D up:24,D down:D,24 v:D"))
+    assert notes == [
+        "v: zero at the start, and not decayed.",
+        "down, up: without a gradient until v moved from zero; to have them learn from the first step, "
+        "write x @ w.T + (1 + v) * (silu(x @ up.T) @ down.T).",
+        "down:D,24, up:24,D: grouped products on GPUs want sizes in multiples of 16.",
+    ]
+
+
 def test_what_is_said_at_the_end() -> None:
     """After a landing: the bugs, how to keep the change, a line to type. After a dry run: that nothing is proven."""
     bugs = ["`+ bias` is lost", "`x` gets no gradient"]
@@ -206,17 +217,17 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-def test_a_type_is_added_and_proven() -> None:
+@pytest.mark.timeout(3000)
+def test_a_type_is_added_and_proven(tmp_path: Path) -> None:
     """The whole skill, in a copy of the checkout: minutes."""
-    stage = Stage(ROOT)
-    try:
-        environment = {**os.environ, "PYTHONPATH": str(stage.root)}
-        words = ["maxout", FORMULAS["maxout"][0], "--weights", FORMULAS["maxout"][1], "--json"]
-        command = [sys.executable, "-m", "typer_cli.main", "skill", "run", "add-expert", *words]
-        done = subprocess.run(command, cwd=stage.root, env=environment, capture_output=True, text=True, check=False)
-        report = json.loads(done.stdout)
-        assert done.returncode == 0, report
-        assert "pithtrain/layers/experts/maxout.py" in report["changes"]
-        assert len(report["result"]["bugs"]) >= 2
-    finally:
-        stage.remove()
+    copy_tree(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    words = ["maxout", FORMULAS["maxout"][0], "--weights", FORMULAS["maxout"][1], "--json"]
+    command = [sys.executable, "-m", "typer_cli.main", "skill", "run", "add-expert", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert report["changes"]["pithtrain/layers/experts/maxout.py"] == "created"
+    assert report["result"]["bugs"][0] == "`maximum(x @ a.T, x @ b.T)` is computed with minimum"
+    mutants = [mutant for mutant in read(tmp_path).mutants if mutant.statement == "experts.maxout"]
+    assert len(mutants) == len(report["result"]["bugs"]) >= 2

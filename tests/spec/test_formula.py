@@ -148,8 +148,14 @@ REFUSED = [
     ("softmax(x @ g.T) * x", "g:1,D", "g.T", "no gradient reaches g"),
     ("log(x @ w.T)", "w:D,D", "log(x @ w.T)", "not finite on ordinary inputs"),
     ("x / v", "v:D", "x / v", "not finite where vectors are zero"),
-    ("x + square(v) * x", "v:D", "v", "while vectors are zero, as they start, no gradient reaches v; write (1 + v)"),
-    ("-v * x", "v:D", "v", "no gradient reaches x; write (1 + v) where v is a factor"),
+    (
+        "-v * x @ w.T",
+        "v:D w:D,D",
+        "v",
+        "every expert computes the same: w, x and the router get no gradient; write (1 + v)",
+    ),
+    ("x + v", "v:D", "v", "every expert computes the same"),
+    ("x + v * w", "v:D w:D", "v", "every expert computes the same: v, w and the router"),
     ("sqrt(abs(x - x)) + w", "w:D", "x", "the gradient to x is not finite"),
 ]
 
@@ -187,10 +193,10 @@ MENDED = [
     ("softmax(x @ up.T, dim=-1) @ down.T", TWO, "softmax(x @ up.T, dim=-1)", "softmax(x @ up.T) @ down.T"),
     ("leaky_relu(x) @ up.T @ down.T", TWO, "leaky_relu(x)", "maximum(x, 0.01 * x) @ up.T @ down.T"),
     (
-        "x * quick_gelu(x + v)",
-        "v:D",
+        "x * quick_gelu(x + v) @ w.T",
+        "v:D w:D,D",
         "quick_gelu(x + v)",
-        "x * ((x + v) * sigmoid(1.702 * (x + v)))",
+        "x * ((x + v) * sigmoid(1.702 * (x + v))) @ w.T",
     ),
     ("relu(x @ up.T)^2 @ down.T", TWO, "^", "relu(x @ up.T) ** 2 @ down.T"),
     ("y = silu(x @ up.T) @ down.T", TWO, "y = ", "silu(x @ up.T) @ down.T"),
@@ -202,7 +208,8 @@ MENDED = [
         "v",
         "((1 + v) * silu(x @ up.T) - (1 + v) * relu(x @ up.T)) @ down.T",
     ),
-    ("x * v * w", "v:D w:D", "v", "x * (1 + v) * (1 + w)"),
+    ("x * v * w @ m.T", "v:D w:D m:D,D", "v", "x * (1 + v) * (1 + w) @ m.T"),
+    ("x + v * tanh(x @ m.T)", "v:D m:D,D", "v", "x + (1 + v) * tanh(x @ m.T)"),
 ]
 
 
@@ -281,9 +288,9 @@ def test_weights_that_nobody_can_guess_are_not_guessed() -> None:
 
 def test_what_idles_at_the_start() -> None:
     """A factor of zero keeps what it scales from learning, though it learns itself; 1 + a factor does not."""
-    text, weights = "x + v * (silu(x @ up.T) @ down.T)", TWO + " v:D"
+    text, weights = "x @ w.T + v * (silu(x @ up.T) @ down.T)", TWO + " v:D w:D,D"
     formula = parse(text, weights)
     refuse_useless(formula)
     assert idle_at_start(formula) == {"up", "down"}
-    assert with_ones(formula) == "x + (1 + v) * (silu(x @ up.T) @ down.T)"
+    assert with_ones(formula) == "x @ w.T + (1 + v) * (silu(x @ up.T) @ down.T)"
     assert idle_at_start(parse(with_ones(formula), weights)) == set()
