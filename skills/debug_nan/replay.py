@@ -7,7 +7,7 @@ batches, its function for one step. Files only below the job's folder.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from pithtrain.train.watch import Status, Watch
 from skills.debug_nan.finding import Origin, is_finite
 from skills.debug_nan.locate import origins
 from skills.debug_nan.watcher import Watcher
+
+T = TypeVar("T")
 
 TIMES = 2  # a step is run again, watched
 
@@ -49,14 +51,16 @@ class Job:
 @dataclass(frozen=True, eq=False)
 class Replayed:
     """What came of it, equal on every rank. start: the checkpoint. bad: the step that is not finite, None if all are.
-    lines: the records of the steps replayed, the bad one's last. again: the bad step's figures when it was run again.
-    found: the origins of each of those runs. state: what was not finite in checkpoints that were passed over.
+    lines: the records of the steps replayed, the bad one's last. largest_weights: the largest absolute value at the
+    start, and before the last step. again: the bad step's figures when it was run again. found: the origins of each of
+    those runs. state: what was not finite in checkpoints that were passed over.
     """
 
     start: Path | None
     first: int
     bad: int | None
     lines: list[dict[str, Any]]
+    largest_weights: tuple[float, float]
     again: list[tuple[bool, float, float]] = field(default_factory=list)
     found: list[list[Origin]] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
@@ -83,6 +87,11 @@ class Moment:
     def is_finite(self) -> bool:
         """Collective."""
         return self.run.agree(all(is_finite(tensor) for _, tensor in self.tensors()))
+
+    def largest_weight(self) -> float:
+        """Collective. The largest absolute value of a weight on any rank."""
+        weights = [tensor for kind, tensor in self.tensors() if kind == "weights"]
+        return max(_gathered(self.run, max(float(tensor.abs().max()) for tensor in weights)))
 
     def copy(self) -> list[Tensor]:
         return [tensor.clone() for _, tensor in self.tensors()]
@@ -122,6 +131,7 @@ def replay(job: Job) -> Replayed:
             break
         state.append(f"{start or 'the weights that the run starts from'}: holds values that are not finite")
     first, lines, finite = moment.state.step, list[dict[str, Any]](), moment.is_finite()
+    largest = moment.largest_weight()
     while finite and moment.state.step < job.last:
         before, copies = moment, moment.copy()
         run_state, bias, line = loop.one_step(moment.run, moment.state, moment.bias, unobserved)
@@ -131,8 +141,9 @@ def replay(job: Job) -> Replayed:
         if not finite:
             before.put_back(copies)
             moment = before
+    largest_weights = largest, moment.largest_weight()
     if finite:
-        return Replayed(start, first, None, lines, state=state)
+        return Replayed(start, first, None, lines, largest_weights, state=state)
     if job.save:
         checkpoints.save(moment.state, moment.bias)
         if problem := checkpoints.finish():
@@ -144,7 +155,7 @@ def replay(job: Job) -> Replayed:
         again.append(figures)
         found.append(seen)
         moment.put_back(copies)
-    return Replayed(start, first, moment.state.step + 1, lines, again, found, state)
+    return Replayed(start, first, moment.state.step + 1, lines, largest_weights, again, found, state)
 
 
 def _watched(moment: Moment) -> tuple[tuple[bool, float, float], list[Origin]]:
@@ -159,9 +170,13 @@ def _watched(moment: Moment) -> tuple[tuple[bool, float, float], list[Origin]]:
     with watcher:
         state, bias, line = loop.one_step(watched, moment.state, moment.bias, watcher.observe)
     finite = not line["skipped"] and Moment(run, state, bias).is_finite()
-    ours, mesh = watcher.seen(), trainee.mesh
-    seen: list[Any] = [ours]
-    if mesh.world_size > 1:
-        seen = [None] * mesh.world_size
+    found = origins(_gathered(run, watcher.seen()), trainee.arch.num_experts, trainee.mesh.ep.size)
+    return (finite, line["loss"], line["grad_norm"]), found
+
+
+def _gathered(run: loop.Run, ours: T) -> list[T]:
+    """Collective. What every rank gives, by rank."""
+    seen: list[Any] = [ours] * run.trainee.mesh.world_size
+    if len(seen) > 1:
         dist.all_gather_object(seen, ours)
-    return (finite, line["loss"], line["grad_norm"]), origins(seen, trainee.arch.num_experts, mesh.ep.size)
+    return seen

@@ -37,7 +37,7 @@ def write(folder: Path, root: Path, order: Order, answer: Answer) -> Path:
     """Writes the script for an answer that names a step."""
     assert answer.bad is not None and answer.state is not None
     values = {
-        "title": f"Step {answer.bad} of {order.run}: loss {answer.loss}, gradient norm {answer.grad_norm}.",
+        "title": f"{order.run}: {answer.headline()}.",
         "found": answer.origin.words() if answer.origin else "no operator was seen to begin it.",
         "root": json.dumps(str(root)),
         "run": json.dumps(str(order.run)),

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from pithtrain.config import check_files, load
-from skills.debug_nan import script
+from skills.debug_nan import script, words
 from skills.debug_nan.answer import ANSWER, ORDER, Answer
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
 
@@ -32,34 +32,9 @@ class DebugResult(Result):
     """A script that fails while the step is not finite; None where every step was finite."""
 
     def summary(self) -> str:
-        return "\n".join(_summary(self.answer, self.script))
+        return "\n".join(words.summary(self.answer, self.script))
 
 
-def _summary(answer: Answer, path: Path | None) -> list[str]:
-    start = answer.start or "the beginning of the run"
-    lines = [f"replayed {answer.replayed} steps from {start} (step {answer.first})", *answer.notes]
-    if answer.compared:
-        lines.append(f"{answer.same} of {answer.compared} replayed steps equal the run's own record exactly")
-    if answer.bad is None:
-        return [*lines, "every step was finite: loss, gradients, weights and moments"]
-    lines.append(f"step {answer.bad} is not finite: loss {answer.loss}, gradient norm {answer.grad_norm}")
-    lines.append(
-        {True: "deterministic: it came out the same again, twice", None: ""}.get(answer.deterministic, _UNSTEADY)
-    )
-    if answer.origin is None:
-        lines.append("no operator was seen to begin it")
-    else:
-        lines.append(f"first: {answer.origin.words()}")
-        lines += [f"  input {stats.words()}" for stats in answer.origin.inputs]
-        lines += [f"  {answer.origin.output.words()}"] if answer.origin.output else []
-        lines += [f"  {answer.others} more began without it"] if answer.others else []
-    words = {True: "cures it", False: "does not cure it", None: "could not be tried"}
-    for rung in answer.rungs:
-        lines.append(f"{rung.name} ({' '.join(rung.overrides)}): {words[rung.cured]}{rung.note and ': '}{rung.note}")
-    return [*lines, f"fails until it is mended: {path}"]
-
-
-_UNSTEADY = "not deterministic: run again from the same state, the step came out in another way"
 _REMEDY = "give the folder of a run that was started, or a run file"
 
 
@@ -70,18 +45,23 @@ class DebugNan(Skill[DebugParams, DebugResult]):
     def preconditions(self, params: DebugParams, root: Path) -> list[Missing]:
         if not params.run.exists():
             return [Missing(f"no {params.run}", _REMEDY)]
-        from skills.debug_nan.order import run_file
+        from skills.debug_nan.order import make_order, other_run, run_file
 
         path = run_file(params.run)
         if not path.is_file():
             return [Missing(f"no {path}", _REMEDY)]
-        return [Missing(problem, "make it, or change it with --set") for problem in check_files(load(path, params.set))]
+        missing = check_files(load(path, params.set))
+        return [Missing(problem, "make it, or change it with --set") for problem in missing] or [
+            *other_run(make_order(params))
+        ]
 
     def steps(self, params: DebugParams, workspace: Workspace) -> DebugResult:
         from skills.debug_nan.order import make_order
 
         order = make_order(params)
         (workspace.out / ORDER).write_text(order.model_dump_json(indent=1))
+        for note in order.notes:
+            workspace.say(note)
         workspace.say(f"replaying {order.run} on {order.ranks} ranks up to step {order.last}")
         done = workspace.run("skills.debug_nan.work", str(workspace.out), seconds=params.seconds)
         if done.returncode:
@@ -93,14 +73,19 @@ class DebugNan(Skill[DebugParams, DebugResult]):
         return DebugResult(answer=answer, script=path)
 
     def postconditions(self, params: DebugParams, result: DebugResult, workspace: Workspace) -> list[str]:
-        """The script fails, with the words of the finding, where that is deterministic."""
-        if result.script is None or not result.answer.deterministic:
+        """The replay is the run, unless --set changed it; the script fails, with the words of the finding, where that
+        is deterministic.
+        """
+        answer = result.answer
+        if answer.is_another_run:
+            return [*words.summary(answer, None), words.REMEDY]
+        if result.script is None or not answer.deterministic:
             return []
         done = workspace.run("skills.debug_nan.script", str(result.script), seconds=params.seconds)
-        words = result.answer.origin.words() if result.answer.origin else "no operator"
-        if done.returncode == 1 and words in done.stdout:
+        said = answer.origin.words() if answer.origin else "no operator"
+        if done.returncode == 1 and said in done.stdout:
             return []
-        return [f"{result.script} returned {done.returncode}, expected 1 and `{words}`:\n{done.stdout}{done.stderr}"]
+        return [f"{result.script} returned {done.returncode}, expected 1 and `{said}`:\n{done.stdout}{done.stderr}"]
 
 
 SKILL = DebugNan()

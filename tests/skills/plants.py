@@ -5,7 +5,7 @@ The edit multiplies a row twice by a number so large that the second product ove
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +21,8 @@ ROW, LARGE = 5, 3e38
 @dataclass(frozen=True)
 class Plant:
     """`old` becomes `new` in the file, where <x> stands for x times the large numbers. place: where it must be found;
-    call: the evaluation that overflows, counted from 1. kind: of origin.
+    call: the evaluation that overflows, counted from 1 in every step, or over all of them where it is `fleeting`.
+    kind: of origin. padded: from row ROW on, the first sequence is padding.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Plant:
     call: int = 1
     kind: str = "operator"
     only_ep: bool = False
+    fleeting: bool = False
+    padded: bool = False
 
     @property
     def text(self) -> str:
@@ -66,13 +69,30 @@ def replay_planted(plant: Plant, rank: int, job: Job) -> Replayed:
         return x
 
     def again() -> None:
-        calls[0] = 0
+        calls[0] *= plant.fleeting
 
     vars(module).update(_at=factors, _poked=poked)
     edited = dict(vars(module))
     exec(compile(text.replace(plant.old, plant.text), path, "exec"), edited)
     _swap(vars(module), edited, module.__name__)
+    if plant.padded:
+        _pad()
     return _replay_each_time(job, again)
+
+
+def _pad() -> None:
+    """Every batch that is read has padding from now on."""
+    from pithtrain.data import IGNORED_LABEL, Dataset
+
+    real = Dataset.microbatch
+
+    def padded(*args: Any) -> Any:
+        batch = real(*args)
+        padding, labels = torch.zeros_like(batch.tokens, dtype=torch.bool), batch.labels.clone()
+        padding[0, ROW:], labels[0, ROW:] = True, IGNORED_LABEL
+        return replace(batch, padding=padding, labels=labels)
+
+    Dataset.microbatch = padded  # type: ignore[method-assign]
 
 
 def _replay_each_time(job: Job, again: Any) -> Replayed:
@@ -283,3 +303,8 @@ TOKEN = Plant(
     "experts",
 )
 """A token of the last rank whose experts' activation overflows, on whatever rank those experts are."""
+
+ATTENTION = next(plant for plant in PLANTS if plant.name == "attention")
+PADDING = replace(ATTENTION, padded=True)
+FLEETING = replace(ATTENTION, fleeting=True)
+"""A value that depends on when the step is taken."""
