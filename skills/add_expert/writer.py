@@ -21,6 +21,8 @@ METHODS = {
     "mean": "torch.mean({}, -1, keepdim=True)",
     "detach": "torch.detach({})",
 }
+LIBRARIES = {"torch.": "import torch", "F.": "import torch.nn.functional as F"}
+OURS = {f"{word}(": f"from pithtrain.ops.{word} import {word}" for word in ("swiglu", "wide")}
 BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3, "**": 4}  # of operators; everything else is an atom
 ATOM = 5
 
@@ -218,29 +220,32 @@ def class_name(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_")) + "Experts"
 
 
+def _needs(code: str, names: dict[str, str]) -> list[str]:
+    return [statement for use, statement in names.items() if use in code]
+
+
 def module(name: str, formula: Formula, root: Node | None = None) -> str:
-    """The text of the module, not formatted yet. root: another one than the formula's, for a bug."""
+    """The text of the module, not formatted yet. root: another one than the formula's, for a bug.
+
+    A bug leaves the imports as they are, and what it needs besides is imported where it is: it is a few lines, then.
+    """
     fields = fields_of(formula)
-    lines = Writer(fields, root or formula.root).write()
-    code = "\n".join(lines)
-    imports = [
-        f"import {word}" for word, use in (("torch", "torch."), ("torch.nn.functional as F", "F.")) if use in code
-    ]
-    operators = [word for word in ("grouped_linear", "grouped_vector") if word + "(" in code]
-    ours = [f"from pithtrain.ops.{word} import {word}" for word in ("swiglu", "wide") if word + "(" in code]
+    code, bug = ("\n".join(Writer(fields, node).write()) for node in (formula.root, root or formula.root))
+    late = [line for line in _needs(bug, LIBRARIES | OURS) if line not in _needs(code, LIBRARIES | OURS)]
+    linear = [word for word in ("grouped_linear", "grouped_vector") if word + "(" in code]
     return "\n".join(
         [
             f'"""{_docstring(formula)}"""',
             "",
             "from dataclasses import dataclass",
             "",
-            *imports,
+            *_needs(code, LIBRARIES),
             "from torch import Tensor",
             "",
             "from pithtrain.layers.experts.base import Experts, Shapes",
-            f"from pithtrain.ops.linear import {', '.join(['Compute', 'Groups', *operators])}",
+            f"from pithtrain.ops.linear import {', '.join(['Compute', 'Groups', *linear])}",
             "from pithtrain.ops.parameter import Weight",
-            *ours,
+            *_needs(code, OURS),
             "",
             "",
             "@dataclass(frozen=True, eq=False)",
@@ -251,7 +256,7 @@ def module(name: str, formula: Formula, root: Node | None = None) -> str:
             *_indented(8, "return {", *(_shapes(field) for field in fields), "}"),
             "",
             *_indented(4, "def __call__(self, x: Tensor, groups: Groups, compute: Compute) -> Tensor:"),
-            *_indented(8, *lines),
+            *_indented(8, *late, *bug.split("\n")),
             "",
         ]
     )

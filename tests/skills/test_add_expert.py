@@ -115,6 +115,7 @@ def test_each_bug_stands_once_and_changes_something(name: str, tmp_path: Path) -
         changed = module(name, formula, bug.root)
         old, new = edits.plant(text, changed)
         assert text.count(old) == 1 and text.replace(old, new) == changed
+        assert max(old.count("\n"), new.count("\n")) <= 8, f"too long to read: {new}"
         got = outcome(load(changed, tmp_path / f"bug{number}.py"), name, formula)
         assert any(not torch.allclose(got[what], expected[what], rtol=1e-4, atol=1e-6) for what in expected), bug.words
 
