@@ -1,9 +1,12 @@
 """pith skill"""
 
+import json
 import sys
 from typing import Annotated
 
 import typer
+
+from typer_cli.checkout import use_checkout
 
 app = typer.Typer(help="Procedures with a contract: list, read, run, check them.", no_args_is_help=True)
 
@@ -17,14 +20,11 @@ RAW = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_o
 
 def _enter() -> None:
     """Goes to the checkout, and first finishes or undoes what a killed run may have left there."""
-    from typer_cli.checkout import use_checkout
-
     root = use_checkout()
     from skills.frame.staging import recover
 
-    finished = recover(root)
-    if finished is not None:
-        sys.stderr.write(f"finished an interrupted landing: {', '.join(finished)}\n")
+    if told := recover(root):
+        sys.stderr.write(f"{told}\n")
 
 
 @app.command("list")
@@ -52,16 +52,23 @@ def run(context: typer.Context, words: Annotated[list[str] | None, WORDS] = None
     Every skill takes --dry-run and --json; its files land together, or none. Exit code: 0 done, 1 failed and rolled
     back, 2 precondition missing, 3 bad parameters, 130 interrupted.
     """
-    name = next((word for word in words or [] if not word.startswith("-")), None)
-    if name is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(0 if "--help" in (words or []) else 3)
     rest = list(words or [])
-    rest.remove(name)
-    _enter()
+    name = next((word for word in rest if not word.startswith("-")), None)
+    if name is None and ("--json" not in rest or "--help" in rest):
+        typer.echo(context.get_help())
+        raise typer.Exit(0 if "--help" in rest else 3)
+    if name is not None:
+        rest.remove(name)
+    try:
+        use_checkout()
+    except ValueError as error:
+        if "--json" in rest:
+            report = {"exit_code": 2, "skill": name, "status": "precondition missing", "failures": [str(error)]}
+            typer.echo(json.dumps(report, indent=1))
+        raise
     from skills.frame.running import main
 
-    raise typer.Exit(main(name, rest))
+    raise typer.Exit(main(name or "", rest))
 
 
 @app.command()

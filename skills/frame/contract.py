@@ -24,6 +24,8 @@ class Params(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _absolute(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(cls._absolute(part) for part in value)
         return value.absolute() if isinstance(value, Path) else value
 
 

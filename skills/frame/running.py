@@ -3,9 +3,11 @@
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,9 +31,9 @@ def main(name: str, words: Sequence[str], root: Path = ROOT) -> int:
 
     A summary goes to stdout, with --json the whole report; progress and what went wrong to stderr. 130: interrupted.
     """
-    start, report = time.monotonic(), Report(skill=name)
+    start, report, helped = time.monotonic(), Report(skill=name), False
     try:
-        with _interrupts():
+        with _interrupts(report):
             return _run(name, words, root, report)
     except KeyboardInterrupt:
         return report.end("interrupted", "Nothing was changed.")
@@ -42,20 +44,21 @@ def main(name: str, words: Sequence[str], root: Path = ROOT) -> int:
     except staging.Busy:
         return report.miss([_BUSY])
     except _TROUBLE as error:
-        return report.end("failed", str(error), "Nothing was changed.")
+        return report.end("failed", str(error) or repr(error), "Nothing was changed.")
     except SystemExit:  # --help has printed what was asked for
-        report.skill = ""
+        helped = True
         raise
     finally:
-        if report.skill:
-            report.show("--json" in words, start)
+        if not helped:
+            report.show("--json" in takewhile("--".__ne__, words), start)
 
 
 @contextmanager
-def _interrupts() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does."""
+def _interrupts(report: Report) -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does. The report keeps it, since a library may catch what is raised in its midst."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
+        report.status = "interrupted"
         raise KeyboardInterrupt
 
     before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -68,43 +71,78 @@ def _interrupts() -> Iterator[None]:
 
 def _run(name: str, words: Sequence[str], root: Path, report: Report) -> int:
     """Parameters and preconditions, then the work."""
-    staging.recover(root)
+    if told := staging.recover(root):
+        print(told, file=sys.stderr)
     try:
         page = pages.find(root, name)
     except ValueError as error:
         raise BadParameters(str(error)) from error
-    skill = pages.load(page)
+    with _contained():
+        skill = pages.load(page)
     try:
         order = read(name, page.description, skill.params, words)
         report.params = order.params.model_dump(mode="json")
-        missing = skill.preconditions(order.params, root)
+        with _contained():
+            missing = _missing(skill, order.params, root)
     except ValueError as error:
         raise BadParameters(str(error)) from error
-    if skill.writes and shutil.which("git") is None:
-        missing.append(Missing("the program git, which lists a checkout's files", "install git"))
+    _go_on(report)
     if missing:
         return report.miss(missing)
-    return _transaction(skill, order, root, report) if skill.writes else _read_only(skill, order, root, report)
+    with _contained():
+        return _transaction(skill, order, root, report) if skill.writes else _read_only(skill, order, root, report)
 
 
-def _out(root: Path, name: str) -> Path:
-    """A new folder for results."""
+def _go_on(report: Report) -> None:
+    """Raises KeyboardInterrupt once more where one was lost."""
+    if report.status == "interrupted":
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """For a skill's own code: stdout is the report's, so what it prints goes to stderr; and it ends no process."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as error:
+        raise Failed(f"the skill called exit with {error.code!r}; expected that it returns or raises Failed") from error
+
+
+def _missing(skill: Skill[Any, Any], params: Any, root: Path) -> list[Missing]:
+    """The skill's own preconditions, and those of the frame."""
+    try:
+        missing = skill.preconditions(params, root)
+    except OSError as error:
+        missing = [Missing(str(error), "make it readable, or name another")]
+    if skill.writes and shutil.which("git") is None:
+        missing.append(Missing("the program git, which lists a checkout's files", "install git"))
+    return missing
+
+
+def results_folder(root: Path, name: str) -> Path:
+    """A new folder for results, of this run alone."""
     stem = root / "runs" / "skills" / name / time.strftime("%Y%m%d-%H%M%S")
+    stem.parent.mkdir(parents=True, exist_ok=True)
     number = 1
-    while (folder := stem if number == 1 else stem.with_name(f"{stem.name}-{number}")).exists():
+    while True:
+        folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
         number += 1
-    folder.mkdir(parents=True)
-    return folder
 
 
 def _read_only(skill: Skill[Any, Any], order: Order[Any], root: Path, report: Report) -> int:
     """Works in the checkout itself and changes nothing there; a dry run ends before the steps."""
     if order.dry_run:
         return report.end("dry run")
-    report.out = _out(root, report.skill)
+    report.out = results_folder(root, report.skill)
     workspace = Workspace(root, report.out)
-    report.result = skill.steps(order.params, workspace)
-    failures = skill.postconditions(order.params, report.result, workspace)
+    result = skill.steps(order.params, workspace)
+    report.take(result)
+    failures = skill.postconditions(order.params, result, workspace)
+    _go_on(report)
     return report.end("failed", *failures) if failures else report.end("done")
 
 
@@ -112,38 +150,32 @@ def _transaction(skill: Skill[Any, Any], order: Order[Any], root: Path, report: 
     """Works in a copy of the checkout, and lands what changed there once it is proven."""
     with staging.locked(root) as lock:
         landing.recover(root)
-        report.out = _out(root, report.skill)
-        stage = Stage(root)
+        report.out = results_folder(root, report.skill)
         try:
+            stage = Stage(root)
             workspace = Workspace(stage.root, report.out, held=(lock,))
-            changes = _changes(skill, order, stage, workspace, report)
+            result = skill.steps(order.params, workspace)
+            report.take(result, dry_run=order.dry_run)
+            changes = _changes(order, stage, report)
             if order.dry_run:
                 return report.end("dry run")
-            failures = _prove(skill, order.params, stage, changes, workspace, report)
+            failures = skill.postconditions(order.params, result, workspace)
+            if stage.changes() != changes:  # so that what lands is what is proven
+                failures = [*failures, "the postconditions themselves changed files"]
+            _go_on(report)
             if not failures:
                 workspace.say(f"landing {len(changes)} files")
-                failures = [f"{path}: changed in the checkout meanwhile" for path in stage.land(changes, lock)]
+                failures = stage.land(changes, lock)
             return report.end("failed", *failures, "Nothing was changed.") if failures else report.end("done")
         finally:
-            stage.remove()
+            staging.remove_stage(root)
 
 
-def _changes(
-    skill: Skill[Any, Any], order: Order[Any], stage: Stage, workspace: Workspace, report: Report
-) -> list[Change]:
-    """Takes the steps; what they changed in the copy, which is also written as change.diff."""
-    report.result = skill.steps(order.params, workspace)
+def _changes(order: Order[Any], stage: Stage, report: Report) -> list[Change]:
+    """What the steps changed in the copy, which is also written as change.diff."""
+    assert report.out is not None, "a run that writes has a folder for results"
     changes, diff = stage.changes(), stage.diff()
     report.changes = {change.path: change.kind for change in changes}
     report.diff = shortened(diff) if order.dry_run else ""
-    (workspace.out / "change.diff").write_text(diff, encoding="utf-8", errors="surrogateescape")
+    (report.out / "change.diff").write_text(diff, encoding="utf-8", errors="surrogateescape")
     return changes
-
-
-def _prove(
-    skill: Skill[Any, Any], params: Any, stage: Stage, changes: list[Change], workspace: Workspace, report: Report
-) -> list[str]:
-    """What the postconditions find; and that they left the files as they were, so that what lands is what is proven."""
-    assert report.result is not None, "steps come before postconditions"
-    failures = skill.postconditions(params, report.result, workspace)
-    return failures if stage.changes() == changes else [*failures, "the postconditions themselves changed files"]

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,9 @@ from skills.frame.landing import Change
 
 LOCK = Path("runs", "skills", ".lock")
 PATIENCE = 2.0  # seconds to wait for another run; one that was killed needs a moment to end its processes
-_AUTHOR = ("-c", "user.name=pith", "-c", "user.email=pith@localhost", "-c", "commit.gpgsign=false")
+# For the copy's own repository, whatever the user's settings say.
+_OWN = "user.name=pith user.email=pith@localhost commit.gpgsign=false core.hooksPath=/dev/null core.autocrlf=false"
+_SETTINGS = tuple(word for setting in _OWN.split() for word in ("-c", setting))
 
 
 class Busy(Exception):
@@ -45,15 +48,15 @@ def locked(root: Path, patience: float = PATIENCE) -> Iterator[int]:
         yield file.fileno()
 
 
-def recover(root: Path) -> list[str] | None:
+def recover(root: Path) -> str:
     """Ends what an interrupted landing left, unless a run is under way; see `landing.recover`. Raises landing.Stuck."""
     if not (root / landing.FOLDER).exists():
-        return None
+        return ""
     try:
         with locked(root):
             return landing.recover(root)
     except Busy:
-        return None
+        return ""
 
 
 def git(root: Path, *words: str) -> str:
@@ -91,12 +94,12 @@ class Stage:
     def __init__(self, checkout: Path) -> None:
         """Copies what git tracks or does not ignore. The caller holds the lock; an earlier run's copy is removed."""
         self.checkout, self.root = checkout, stage_folder(checkout)
-        self.remove()
+        remove_stage(checkout)
         self.root.mkdir(mode=0o700)
         self.base = {name: copied for name in listed(checkout) if (copied := self._copy(name)) is not None}
-        git(self.root, "init", "--quiet", "--initial-branch=main")
-        git(self.root, "add", "--all", "--force")
-        git(self.root, *_AUTHOR, "commit", "--quiet", "--no-verify", "--allow-empty", "--message=The checkout")
+        git(self.root, "init", "--quiet")
+        git(self.root, *_SETTINGS, "add", "--all", "--force")
+        git(self.root, *_SETTINGS, "commit", "--quiet", "--no-verify", "--allow-empty", "--message=The checkout")
         self._commit = git(self.root, "rev-parse", "HEAD").strip()
 
     def _copy(self, name: str) -> str | None:
@@ -109,32 +112,40 @@ class Stage:
         return landing.state(target)
 
     def changes(self) -> list[Change]:
-        """What differs from the checkout as it was copied, by path."""
+        """What differs from the checkout as it was copied, by path. Raises ValueError where that is no file."""
         names = sorted({*self.base, *listed(self.root)})
         rows = [Change(name, self.base.get(name), landing.state(self.root / name)) for name in names]
+        for row in rows:
+            there = landing.state(self.checkout / row.path) if row.before is None else None
+            if landing.NO_FILE in (row.after, there):
+                raise ValueError(f"{row.path}: a file in one tree, a folder or the like in the other; rename the file")
         return [row for row in rows if row.before != row.after]
 
     def diff(self) -> str:
         """The changes as `git apply` takes them."""
-        git(self.root, "add", "--all")
-        return git(self.root, "diff", "--cached", "--no-color", "--no-ext-diff", "--binary", self._commit)
+        git(self.root, *_SETTINGS, "add", "--all")
+        words = ("--no-color", "--no-ext-diff", "--binary", "--src-prefix=a/", "--dst-prefix=b/")
+        return git(self.root, *_SETTINGS, "diff", "--cached", *words, self._commit)
 
     def land(self, changes: list[Change], lock: int) -> list[str]:
-        """Brings the changes into the checkout, all of them; or none if a file of theirs was changed there meanwhile.
+        """Brings the changes into the checkout, all of them; or none, if one was changed there or cannot be written.
 
-        Returns the paths of such files. It cannot be interrupted: a process with a session of its own does it, and from
-        here on this process ignores SIGINT and SIGTERM. Raises ValueError where files cannot be written.
+        Returns why none was. It cannot be interrupted: a process with a session of its own does it, and from here on
+        this process ignores SIGINT and SIGTERM. Raises OSError before anything has landed; landing.Stuck.
         """
         folder = landing.prepare(self.checkout, self.root, changes)
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
         command = [sys.executable, "-I", landing.__file__, str(folder)]
         done = subprocess.run(
-            command, cwd="/", stdout=subprocess.PIPE, text=True, pass_fds=(lock,), start_new_session=True
+            command, cwd="/", capture_output=True, text=True, pass_fds=(lock,), start_new_session=True
         )
-        if done.returncode not in (0, landing.CONFLICT):
-            raise OSError(f"landing ended with {done.returncode}; `pith skill list` finishes or undoes it")
-        return done.stdout.split("\n")[:-1] if done.returncode else []
+        if done.returncode:
+            remedy = "run `pith skill list`, which finishes or undoes it"
+            raise landing.Stuck(f"landing ended with {done.returncode}: {done.stderr.strip()[-500:]}", remedy)
+        failures: list[str] = json.loads(done.stdout)
+        return failures
 
-    def remove(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+
+def remove_stage(checkout: Path) -> None:
+    shutil.rmtree(stage_folder(checkout), ignore_errors=True)

@@ -16,7 +16,7 @@ from skills.frame import landing, staging
 from skills.frame.landing import Change, state
 from tests.skills.toy import left_behind, make_checkout, pith, start, tree
 
-_POINTS = ("fsync", "rename", "replace", "unlink", "mkdir", "open")
+_POINTS = ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "open")
 _BEFORE = {"a.txt": "a", "kept.txt": "kept", "old/gone.txt": "gone"}
 _AFTER = {"a.txt": "A", "kept.txt": "kept", "deep/er/b.txt": "b", "c.txt": "c"}
 
@@ -68,36 +68,57 @@ def _dying(countdown: int, body: Callable[[], object]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def sweep(folder: Path) -> list[str]:
-    """Kills a landing at one call after another, and then its recovery at some call; what became of each landing."""
-    outcomes = []
+def sweep(folder: Path, *, blocked: bool) -> list[str]:
+    """Kills a landing at one call after another, and then its recovery at some call; what became of each landing.
+
+    blocked: c.txt can never be put into its place, so that all has to be put back.
+    """
+    outcomes, real = [], os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if blocked and target.name == "c.txt":
+            raise OSError("c.txt is in use")
+        real(source, target)
+
+    os.replace = refuse
     for kills in range(1, 1000):
         root, staged, changes = plan(folder / str(kills))
         journal = root / landing.FOLDER
 
         def whole(root: Path = root, staged: Path = staged, changes: list[Change] = changes) -> None:
-            assert landing.commit(root, landing.prepare(root, staged, changes)) == []
+            expected = ["cannot be landed: c.txt is in use"] if blocked else []
+            assert landing.commit(root, landing.prepare(root, staged, changes)) == expected
 
         status = _dying(kills, whole)
-        decided = (journal / "commit.json").exists()
+        decided = (journal / "commit.json").exists() or (journal / "undo.json").exists()
         assert status in (0, signal.SIGKILL) and (decided or files(root) in (_BEFORE, _AFTER))
         outcome = "finished" if decided else "whole" if files(root) == _AFTER else "undone"
         assert _dying(kills % 7 + 1, lambda root=root: landing.recover(root)) in (0, signal.SIGKILL)
         landing.recover(root)
-        assert files(root) == (_BEFORE if outcome == "undone" else _AFTER) and not journal.exists()
+        assert files(root) == (_BEFORE if blocked or outcome == "undone" else _AFTER) and not journal.exists()
+        assert (root / "deep").exists() is (files(root) == _AFTER)
         outcomes.append(outcome)
         if status == 0:
             return outcomes
     raise AssertionError("the landing never came to its end")
 
 
-def test_a_landing_killed_anywhere_is_finished_or_undone(tmp_path: Path) -> None:
-    code = f"from tests.skills.test_landing import *; print(*sweep(Path({str(tmp_path)!r})))"
+def _swept(tmp_path: Path, *, blocked: bool) -> list[str]:
+    code = f"from tests.skills.test_landing import *; print(*sweep(Path({str(tmp_path)!r}), blocked={blocked}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = done.stdout.split()
+    return done.stdout.split()
+
+
+def test_a_landing_killed_anywhere_is_finished_or_undone(tmp_path: Path) -> None:
+    outcomes = _swept(tmp_path, blocked=False)
     assert outcomes == sorted(outcomes, key=["undone", "finished", "whole"].index)
     assert min(outcomes.count(name) for name in ("undone", "finished", "whole")) >= 1 and len(outcomes) > 30
+
+
+def test_a_landing_that_cannot_be_is_put_back_also_when_killed(tmp_path: Path) -> None:
+    outcomes = _swept(tmp_path, blocked=True)
+    assert outcomes.count("finished") > 20 and outcomes[0] == outcomes[-1] == "undone" and "whole" not in outcomes
 
 
 def half_landed(folder: Path) -> tuple[Path, list[Change]]:
@@ -105,7 +126,7 @@ def half_landed(folder: Path) -> tuple[Path, list[Change]]:
     root, staged, changes = plan(folder)
     journal = landing.prepare(root, staged, changes)
     os.rename(journal / "plan.json", journal / "commit.json")
-    os.replace(journal / "new" / "0", root / changes[0].path)
+    (root / "a.txt").write_text("A")
     return root, changes
 
 
@@ -113,11 +134,38 @@ def test_recovery_overwrites_nobodys_change(tmp_path: Path) -> None:
     root, changes = half_landed(tmp_path)
     assert changes[0].path == "a.txt" and files(root)["a.txt"] == "A"
     (root / "c.txt").write_text("mine")
-    with pytest.raises(landing.Stuck, match=r"4 files cannot be finished: c\.txt changed since; save those"):
+    with pytest.raises(landing.Stuck, match=r"4 files cannot end: c\.txt changed since; save those"):
         landing.recover(root)
     assert files(root) == _BEFORE | {"a.txt": "A", "c.txt": "mine"}
     (root / "c.txt").unlink()
-    assert staging.recover(root) == [change.path for change in changes] and files(root) == _AFTER
+    (root / "a.txt").write_text("a")  # what was in its place already is put back too
+    assert staging.recover(root) == "finished an interrupted landing: a.txt, c.txt, deep/er/b.txt, old/gone.txt"
+    assert files(root) == _AFTER
+
+
+def test_a_landing_of_another_checkout_is_left_to_it(tmp_path: Path) -> None:
+    """Two checkouts whose runs/ is one folder, on another disk perhaps."""
+    root, _ = half_landed(tmp_path)
+    other = _write(tmp_path / "other", _BEFORE)
+    (other / "runs").symlink_to(root / "runs")
+    with pytest.raises(landing.Stuck, match=rf"interrupted landing of {root}; run `pith skill list` there"):
+        landing.recover(other)
+    assert {name: text for name, text in files(other).items() if name != "runs"} == _BEFORE
+    landing.recover(root)
+    assert files(root) == _AFTER
+
+
+def test_files_are_renamed_within_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since runs/, or any folder, may be another file system."""
+    root, staged, changes = plan(tmp_path)
+    real = os.replace
+
+    def within(source: Path, target: Path) -> None:
+        assert source.parent == target.parent
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", within)
+    assert landing.commit(root, landing.prepare(root, staged, changes)) == [] and files(root) == _AFTER
 
 
 def test_the_next_command_finishes_a_landing(tmp_path: Path) -> None:
@@ -153,9 +201,9 @@ def test_nothing_lands_over_what_changed_meanwhile(tmp_path: Path, obstacle: str
 def test_what_cannot_be_written_is_refused_before_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, staged, changes = plan(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: path != root / "old")
-    with pytest.raises(ValueError, match=r"old: cannot be written, or is on another file system"):
+    with pytest.raises(PermissionError, match=r"old: cannot be written; make it so"):
         landing.prepare(root, staged, changes)
-    assert files(root) == _BEFORE
+    assert files(root) == _BEFORE and not (root / landing.FOLDER).exists()
 
 
 def kill_at_random(folder: Path, times: int) -> list[bool]:

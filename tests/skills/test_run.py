@@ -2,17 +2,32 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from skills.frame import Workspace, staging
+from skills.frame import Params, Workspace, staging
 from skills.frame.report import shortened
-from tests.skills.toy import left_behind, make_checkout, napping, pith, run_python, start, tree, wait_for
+from skills.frame.running import results_folder
+from tests.skills.toy import (
+    NOISE,
+    left_behind,
+    make_checkout,
+    napping,
+    pith,
+    run_python,
+    start,
+    start_python,
+    tree,
+    wait_for,
+)
 
 ADD = ("skill", "run", "add-word", "tree", "--weights", "3")
 NEW = {"deep/run.sh", "deep/link", *(f"deep/er/{number}.txt" for number in range(8))}
@@ -39,6 +54,10 @@ def test_a_run_lands_all_its_files(checkout: Path) -> None:
 FAILING = [
     (["tree", "--weights", "3", "--mood", "prove"], 1, "failed", "the word is not proven"),
     (["tree", "--weights", "3", "--mood", "step"], 1, "failed", "the word is odd; choose another"),
+    (["tree", "--weights", "3", "--mood", "exit"], 1, "failed", "the skill called exit with 0"),
+    (["tree", "--weights", "3", "--mood", "catch"], 130, "interrupted", "Nothing was changed."),
+    (["tree", "--weights", "3", "--mood", "folder"], 1, "failed", "new.txt: a file in one tree, a folder or the like"),
+    (["tree", "--weights", "3", "--mood", "file"], 1, "failed", "old: a file in one tree, a folder or the like"),
     (["tree", "--weights", "3", "--mood", "meddle"], 1, "failed", "the postconditions themselves changed files"),
     (["Tree", "--weights", "3"], 3, "bad parameters", "WORD: got 'Tree', expected lowercase letters; write 'tree'"),
     (["tree", "--weights", "x"], 3, "bad parameters", "--weights: got 'x'"),
@@ -62,10 +81,11 @@ def test_what_fails_has_its_code_and_changes_nothing(checkout: Path) -> None:
     assert tree(checkout) == before and left_behind(checkout) == []
 
 
-def test_a_bug_of_the_skill_is_shown_and_changes_nothing(checkout: Path) -> None:
+@pytest.mark.parametrize(("mood", "bug"), [("break", "a bug of the skill"), ("boast", "a bug of the summary")])
+def test_a_bug_of_the_skill_is_shown_and_changes_nothing(checkout: Path, mood: str, bug: str) -> None:
     before = tree(checkout)
-    done = pith(checkout, *ADD, "--mood", "break", "--json")
-    assert done.returncode == 1 and "KeyError: 'a bug of the skill'" in done.stderr
+    done = pith(checkout, *ADD, "--mood", mood, "--json")
+    assert done.returncode == 1 and f"KeyError: '{bug}'" in done.stderr
     assert json.loads(done.stdout)["status"] == "failed"
     assert tree(checkout) == before and left_behind(checkout) == []
 
@@ -75,6 +95,51 @@ def test_a_missing_precondition_says_the_remedy(checkout: Path) -> None:
     done = pith(checkout, *ADD)
     assert (done.returncode, done.stdout) == (2, "")
     assert "missing: no words.txt\n  remedy: write one" in done.stderr
+    done = pith(checkout, *ADD, "--list-file", "x" * 300, "--json")  # longer than a name can be
+    (missing,) = json.loads(done.stdout)["missing"]
+    assert done.returncode == 2 and "File name too long" in missing["what"] and "name another" in missing["remedy"]
+
+
+def test_without_a_skill_or_a_checkout_the_answer_is_json_too(checkout: Path) -> None:
+    for words in (("--json",), ("", "--json")):
+        done = pith(checkout, "skill", "run", *words)
+        assert done.returncode == json.loads(done.stdout)["exit_code"] == 3
+        assert "expected one of add-word" in json.loads(done.stdout)["failures"][0]
+    process = start_python(checkout, "-m", "typer_cli.main", *ADD, "--json", cwd=checkout.parent)
+    report = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == report["exit_code"] == 2 and "no checkout of pith at or above" in report["failures"][0]
+
+
+def test_a_full_disk_ends_as_any_failure(checkout: Path) -> None:
+    """No file may be longer than 8 kB, so the checkout cannot be copied; nothing of the copy is left."""
+    before = tree(checkout)
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (8192, 8192))
+    process = start_python(checkout, "-m", "typer_cli.main", *ADD, "--json", preexec_fn=limit)
+    report = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == report["exit_code"] == 1 and "File too large" in report["failures"][0]
+    assert tree(checkout) == before and left_behind(checkout) == []
+
+
+def test_a_report_that_cannot_be_printed_is_not_the_end_of_the_run(checkout: Path) -> None:
+    with open("/dev/full", "w") as full:
+        process = start_python(checkout, "-m", "typer_cli.main", *ADD, stdout=full)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0 and stderr.endswith(
+        "the report was not printed: [Errno 28] No space left on device\n"
+    )
+    assert (checkout / "deep/er/7.txt").exists() and left_behind(checkout) == []
+
+
+def test_names_that_cannot_be_shown_are_escaped(checkout: Path) -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    process = start_python(checkout, "-m", "typer_cli.main", *ADD, "--mood", "names", "--dry-run", env=ascii_only)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    for shown in ("  created  \\x1b[31mred\\n\n", "  created  \\udcff\n", "\n+\\udcff\n"):
+        assert shown in stdout
+    done = pith(checkout, *ADD, "--mood", "names", "--json")
+    assert done.returncode == 0 and {"\x1b[31mred\n", "\udcff"} <= set(json.loads(done.stdout)["changes"])
+    assert {"\x1b[31mred\n", "\udcff"} <= set(tree(checkout))
 
 
 def test_a_dry_run_shows_the_diff_and_lands_nothing(checkout: Path) -> None:
@@ -104,14 +169,45 @@ def test_a_printed_diff_is_short() -> None:
     assert len(shortened(old).splitlines()) == 201 and shortened(old).endswith("... 116 more lines of this file")
 
 
+def test_the_users_git_settings_change_nothing(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "hook").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "hook").chmod(0o755)
+    (tmp_path / "hooks").mkdir()
+    for name in ("prepare-commit-msg", "post-commit", "reference-transaction"):
+        (tmp_path / "hooks" / name).symlink_to(tmp_path / "hook")
+    core = f"autocrlf = true\nsafecrlf = true\nhooksPath = {tmp_path}/hooks\n"
+    (tmp_path / ".gitconfig").write_text(f"[core]\n{core}[diff]\nnoprefix = true\nexternal = false\n")
+    process = start_python(checkout, "-m", "typer_cli.main", *ADD, "--dry-run", env={"HOME": str(tmp_path)})
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    (patch,) = (checkout / "runs/skills/add-word").glob("*/change.diff")
+    staging.git(checkout, "apply", "--check", str(patch))
+
+
+def test_two_runs_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # each looks before the other has made its own
+    assert [results_folder(tmp_path, "add-word").name for _ in range(3)] == ["now", "now-2", "now-3"]
+
+
+def test_paths_are_absolute_in_lists_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Several(Params):
+        one: Path
+        more: list[Path]
+
+    monkeypatch.chdir(tmp_path)
+    params = Several(one=Path("a"), more=[Path("b"), Path("/c")])
+    assert (params.one, params.more) == (tmp_path / "a", [tmp_path / "b", Path("/c")])
+
+
 def test_the_json_is_whole_and_kept(checkout: Path) -> None:
     done = pith(checkout, *ADD, "--json", "--weights", "4")
     report = json.loads(done.stdout)
-    assert report["result"] == {"words": 3} and report["params"]["weights"] == [3, 4]
+    assert report["result"] == {"words": 3, "mean": "nan", "boasts": False} and report["params"]["weights"] == [3, 4]
     assert report["params"]["list_file"] == str(checkout / "words.txt")
     assert report["changes"]["words.txt"] == "changed" and report["changes"]["old/gone.txt"] == "removed"
     assert json.loads((Path(report["out"]) / "result.json").read_text()) == report
-    assert done.stderr == "landing 12 files\n"
+    assert done.stderr == f"{NOISE}landing 12 files\n"
 
 
 def test_what_was_edited_meanwhile_is_kept_and_nothing_lands(checkout: Path) -> None:

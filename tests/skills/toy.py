@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from skills.frame.landing import FOLDER
 from skills.frame.staging import git
@@ -36,7 +37,12 @@ pith skill run add-word tree --weights 3 --dry-run | cat
 """
 
 SKILL = '''
+import contextlib
 import os
+import shutil
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -50,7 +56,9 @@ class AddParams(Params):
     """The word, in lowercase."""
     weights: list[int] = Field(kw_only=True)
     """Numbers to stand beside it."""
-    mood: Literal["calm", "step", "break", "wait", "edit", "prove", "meddle"] = "calm"
+    mood: Literal[
+        "calm", "step", "break", "wait", "edit", "prove", "meddle", "exit", "boast", "folder", "file", "names", "catch"
+    ] = "calm"
     """How the toy behaves: 100% calm, or in a way that a test wants to see."""
     list_file: Path = Path("words.txt")
     """A path."""
@@ -66,8 +74,14 @@ class AddParams(Params):
 class AddResult(Result):
     words: int
     """How many words there are now."""
+    mean: float = float("nan")
+    """Of no numbers."""
+    boasts: bool = False
+    """Whether the summary has a bug."""
 
     def summary(self) -> str:
+        if self.boasts:
+            raise KeyError("a bug of the summary")
         return f"The list has {self.words} words."
 
 
@@ -77,9 +91,10 @@ class AddWord(Skill[AddParams, AddResult]):
     writes = True
 
     def preconditions(self, params: AddParams, root: Path) -> list[Missing]:
-        return [] if (root / "words.txt").is_file() else [Missing("no words.txt", "write one")]
+        return [] if params.list_file.is_file() else [Missing("no words.txt", "write one")]
 
     def steps(self, params: AddParams, workspace: Workspace) -> AddResult:
+        print("what a skill prints is not its report")
         root = workspace.root
         words = root / "words.txt"
         words.write_text(words.read_text() + params.word + "\\n")
@@ -92,13 +107,30 @@ class AddWord(Skill[AddParams, AddResult]):
         (root / "old/gone.txt").unlink()
         if params.mood == "step":
             raise Failed("the word is odd; choose another")
+        if params.mood == "catch":
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+        if params.mood == "exit":
+            sys.exit(0)
+        if params.mood == "folder":
+            (root / "new.txt").unlink()
+            (root / "new.txt").mkdir()
+        if params.mood == "file":
+            shutil.rmtree(root / "old")
+            (root / "old").write_text("a file")
+        if params.mood == "names":
+            (root / "\\x1b[31mred\\n").touch()
+            (root / os.fsdecode(b"\\xff")).touch()
+            words.write_bytes(b"\\xff")
+            return AddResult(words=0)
         if params.mood == "break":
             raise KeyError("a bug of the skill")
         if params.mood == "wait":
             workspace.run("timeit", "-n1", "-r1", "-s", "import subprocess, time", NAPS, seconds=60)
         if params.mood == "edit":
             (workspace.out.parents[3] / "words.txt").write_text("somebody's\\n")
-        return AddResult(words=len(words.read_text().split()))
+        return AddResult(words=len(words.read_text().split()), boasts=params.mood == "boast")
 
     def postconditions(self, params: AddParams, result: AddResult, workspace: Workspace) -> list[str]:
         if params.mood == "meddle":
@@ -110,6 +142,7 @@ class AddWord(Skill[AddParams, AddResult]):
 NAPS = "subprocess.Popen(['sleep', '61.5'], start_new_session=True); time.sleep(60)"
 SKILL = AddWord()
 '''
+NOISE = "what a skill prints is not its report\n"
 
 SCRIPT = """import sys
 from pathlib import Path
@@ -131,20 +164,10 @@ def make_checkout(root: Path) -> Path:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target)
-    texts = {
-        "pyproject.toml": '[project]\nname = "pith"\n',
-        ".gitignore": "runs/\n__pycache__/\n*.log\n",
-        "words.txt": "a\nb\n",
-        "old/gone.txt": "old\n",
-        "skills/add-word/SKILL.md": PAGE,
-        "skills/add-word/scripts/run.py": SCRIPT,
-        "skills/add_word.py": SKILL,
-        "tests/test_words.py": "def test_words() -> None: ...\n",
-        "ignored.log": "log\n",
-    }
-    for name, text in texts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+    (root / "pyproject.toml").write_text('[project]\nname = "pith"\n')
+    (root / ".gitignore").write_text("runs/\n__pycache__/\n*.log\n")
+    (root / "ignored.log").write_text("log\n")
+    add_skill(root)
     git(root, "init", "--quiet")
     git(root, "add", "--all")
     git(root, "-c", "user.name=x", "-c", "user.email=x@localhost", "commit", "--quiet", "--message=first")
@@ -153,25 +176,38 @@ def make_checkout(root: Path) -> Path:
     return root
 
 
+def add_skill(root: Path) -> None:
+    """The toy and the files that it works on."""
+    texts = {
+        "words.txt": "a\nb\n",
+        "old/gone.txt": "old\n",
+        "skills/add-word/SKILL.md": PAGE,
+        "skills/add-word/scripts/run.py": SCRIPT,
+        "skills/add_word.py": SKILL,
+        "tests/test_words.py": "def test_words() -> None: ...\n",
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
 def start(root: Path, *words: str) -> "subprocess.Popen[str]":
     """`pith WORDS...` in the checkout."""
     return start_python(root, "-m", "typer_cli.main", *words)
 
 
-def start_python(root: Path, *words: str) -> "subprocess.Popen[str]":
-    """`python WORDS...` in the checkout, in a session of its own; its temporary files go beside the checkout."""
+def start_python(root: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
+    """`python WORDS...` in the checkout, in a session of its own; its temporary files go beside the checkout.
+
+    options: as `Popen` has them; `env` is added to the environment.
+    """
     temporary = root.parent / "temporary"
     temporary.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(root), "TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=root,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    ours = {"PYTHONPATH": str(root), "TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"}
+    options["env"] = os.environ | ours | options.pop("env", {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    usual = {"cwd": root, "start_new_session": True, **pipes}
+    return subprocess.Popen([sys.executable, *words], **(usual | options))
 
 
 def pith(root: Path, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -215,5 +251,6 @@ def tree(root: Path) -> dict[str, tuple[int, str]]:
         name = path.relative_to(root).as_posix()
         if name.startswith((".git/", "runs/")) or "__pycache__" in name or (path.is_dir() and not path.is_symlink()):
             continue
-        found[name] = (path.lstat().st_mode, os.readlink(path) if path.is_symlink() else path.read_text())
+        text = os.readlink(path) if path.is_symlink() else path.read_text(errors="surrogateescape")
+        found[name] = (path.lstat().st_mode, text)
     return found
