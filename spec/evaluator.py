@@ -33,17 +33,33 @@ UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def evaluate(formula: Formula, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """x [.., D] and one expert's weights by name, in float64 -> [.., D] in float64, with gradients to both."""
-    return evaluate_parts(formula, x, weights)[formula.root]
+def evaluate(
+    formula: Formula, x: Tensor, weights: Mapping[str, Tensor], products: torch.dtype = torch.float64
+) -> Tensor:
+    """x [.., D] and one expert's weights by name, in float64 -> [.., D] in float64, with gradients to both.
+
+    products: the dtype that they take and give. Their values are rounded to it, gradients are not: where a formula has
+    a kink, as maximum has one between two products, rounding decides on which side a value is.
+    """
+    return evaluate_parts(formula, x, weights, products)[formula.root]
 
 
-def evaluate_parts(formula: Formula, x: Tensor, weights: Mapping[str, Tensor]) -> dict[Node, Tensor]:
+def evaluate_parts(
+    formula: Formula, x: Tensor, weights: Mapping[str, Tensor], products: torch.dtype = torch.float64
+) -> dict[Node, Tensor]:
     """The same of every part, arguments first."""
     parts: dict[Node, Tensor] = {}
     for node in formula.nodes():
-        parts[node] = _value(node, [parts[arg] for arg in node.args], x, weights)
+        args = [parts[arg] for arg in node.args]
+        if node.name == "@":
+            parts[node] = _rounded(_rounded(args[0], products) @ args[1].T, products)
+        else:
+            parts[node] = _value(node, args, x, weights)
     return parts
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value if dtype == torch.float64 else value + (value.detach().to(dtype).double() - value.detach())
 
 
 def _value(node: Node, args: list[Tensor], x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
@@ -54,8 +70,6 @@ def _value(node: Node, args: list[Tensor], x: Tensor, weights: Mapping[str, Tens
             return weights[node.weight].double()
         case "number":
             return torch.tensor(node.value, dtype=torch.float64)
-        case "@":
-            return args[0] @ args[1].T
         case "+":
             return args[0] + args[1]
         case "-":

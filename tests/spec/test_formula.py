@@ -78,6 +78,20 @@ def test_what_a_formula_computes(text: str) -> None:
     torch.testing.assert_close(evaluate(formula, x, {"w": w, "v": v}), CASES[text](x, w, v))
 
 
+def test_products_can_be_rounded_as_a_precision_has_them() -> None:
+    """Values are, gradients are not: 1.001 and 1 are a tie in bf16, of which each gets half."""
+    formula = parse("maximum(x @ a.T, x @ b.T)", "a:D,D b:D,D")
+    x, one = torch.ones(1, 4, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+    weights = {"a": (one * 1.001).requires_grad_(), "b": one.clone().requires_grad_()}
+    for products, value, shares in ((torch.float64, 1.001, (1.0, 0.0)), (torch.bfloat16, 1.0, (0.5, 0.5))):
+        output = evaluate(formula, x, weights, products)
+        assert torch.equal(output, torch.full_like(x, value))
+        grads = torch.autograd.grad(output.sum(), list(weights.values()))
+        assert [float(grad[0, 0]) for grad in grads] == list(shares)
+    third = evaluate(parse("x @ a.T", "a:D,D"), x / 3, {"a": one}, torch.bfloat16)
+    assert torch.equal(third, (x / 3).bfloat16().double())
+
+
 def test_counts() -> None:
     """An equal product is computed once; vectors are parameters and no product; 2F and numbers are sizes."""
     text = "(silu(x @ a.T) * (x @ a.T) + bias) @ b.T @ c.T"
