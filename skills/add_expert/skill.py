@@ -174,19 +174,19 @@ class AddExpert(Skill[AddParams, AddResult]):
         touched = [params.file, f"{FOLDER}/build.py", "pithtrain/choices.py", "golden/cases.py"]
         cache = f"--cache-dir={workspace.out.parent / 'mypy'}"
         checks = (
+            ("the formula holds, in every precision", (*PYTEST, ORACLE)),
             ("its code is clean", ("ruff", "check", *touched)),
             ("its code is formatted", ("ruff", "format", "--check", *touched)),
             ("its types hold", ("mypy", cache, *touched)),
             ("the spec is clean", ("typer_cli.main", "spec", "check")),
-            ("the formula holds, in every precision", (*PYTEST, ORACLE)),
             ("config and weights' names know it", (*PYTEST, *ALSO)),
             ("meshes agree", ("typer_cli.main", "verify", "--case", params.case)),
         )
-        failures = []
         for what, command in checks:
             workspace.say(what)
-            failures += workspace.failures(*command, seconds=600)
-        return failures or uncaught(params, workspace)
+            if failures := workspace.failures(*command, seconds=600):
+                return failures
+        return uncaught(params, workspace)
 
 
 def uncaught(params: AddParams, workspace: Workspace) -> list[str]:
