@@ -71,13 +71,13 @@ def _dying(countdown: int, body: Callable[[], object]) -> int:
 def sweep(folder: Path, *, blocked: bool) -> list[str]:
     """Kills a landing at one call after another, and then its recovery at some call; what became of each landing.
 
-    blocked: c.txt can never be put into its place, so that all has to be put back.
+    blocked: b.txt can never be put into its place, in a new folder, so that all has to be put back.
     """
     outcomes, real = [], os.replace
 
     def refuse(source: Path, target: Path) -> None:
-        if blocked and target.name == "c.txt":
-            raise OSError("c.txt is in use")
+        if blocked and target.name == "b.txt":
+            raise OSError("b.txt is in use")
         real(source, target)
 
     os.replace = refuse
@@ -86,7 +86,7 @@ def sweep(folder: Path, *, blocked: bool) -> list[str]:
         journal = root / landing.FOLDER
 
         def whole(root: Path = root, staged: Path = staged, changes: list[Change] = changes) -> None:
-            expected = ["cannot be landed: c.txt is in use"] if blocked else []
+            expected = ["cannot be landed: b.txt is in use"] if blocked else []
             assert landing.commit(root, landing.prepare(root, staged, changes)) == expected
 
         status = _dying(kills, whole)
@@ -126,7 +126,7 @@ def half_landed(folder: Path) -> tuple[Path, list[Change]]:
     root, staged, changes = plan(folder)
     journal = landing.prepare(root, staged, changes)
     os.rename(journal / "plan.json", journal / "commit.json")
-    (root / "a.txt").write_text("A")
+    landing._bring(root, journal, changes[:1], "new")
     return root, changes
 
 
