@@ -22,7 +22,8 @@ def run(command: Any, names: Sequence[str], root: Path = ROOT) -> int:
     command: the `pith` command (a click group), for command lines on the pages.
     """
     console = Console(highlight=False)
-    folders = [pages.find(root, name).folder for name in names] or pages.folders(root)
+    known = {folder.name: folder for folder in pages.folders(root)}
+    folders = [known.get(name) or pages.find(root, name).folder for name in names] or [*known.values()]
     failed = 0
     for folder in folders:
         problems = [*page_problems(root, folder, command)]
@@ -40,8 +41,9 @@ def page_problems(root: Path, folder: Path, command: Any) -> Iterator[str]:
     try:
         page = pages.read(folder)
         yield from pages.problems(page)
+        page.example()
         skill = pages.load(page)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         yield str(error)
         return
     for model in (skill.params, skill.result):

@@ -148,4 +148,9 @@ class Stage:
 
 
 def remove_stage(checkout: Path) -> None:
+    """Removes the copy, also where a skill has made folders of it read-only."""
+    for parent, names, _ in os.walk(stage_folder(checkout)):
+        for path in (Path(parent, name) for name in names):
+            if not path.is_symlink():
+                path.chmod(0o700)
     shutil.rmtree(stage_folder(checkout), ignore_errors=True)

@@ -21,6 +21,7 @@ FALSE = [
     ('"skills.add_word:SKILL"', '"skills.add_word:NONE"', "got NoneType, expected module:object"),
     ('"skills.add_word:SKILL"', '"skills.no_such:SKILL"', "cannot be imported"),
     ('  pith.example: "tree --weights 3"', "  pith.example: 3", "expected texts by text"),
+    ('"tree --weights 3"', '"tree \'weights"', "No closing quotation"),
     ('  pith.tests: "tests/test_words.py::test_words"\n', "", "metadata has no pith.tests"),
     ("# Add a word", "line\n" * 110, "128 lines; expected at most 120"),
     ("---\n# Add", "# Add", "no front matter"),
@@ -89,3 +90,12 @@ for folder in page.folders(Path.cwd()):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_page_that_cannot_be_read_fails_and_the_others_are_checked(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    (checkout / "skills/odd").mkdir()
+    (checkout / "skills/odd/SKILL.md").write_text("# No front matter\n")
+    done = pith(checkout, "skill", "check", "odd", "add-word")
+    assert done.returncode == 1 and done.stdout.startswith("FAIL odd\n"), done.stderr
+    assert "PASS add-word\n1 of 2 skills pass\n" in done.stdout

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,29 @@ def test_a_full_disk_ends_as_any_failure(checkout: Path) -> None:
     report = json.loads(process.communicate(timeout=60)[0])
     assert process.returncode == report["exit_code"] == 1 and "File too large" in report["failures"][0]
     assert tree(checkout) == before and left_behind(checkout) == []
+
+
+def test_a_copy_with_read_only_folders_is_removed() -> None:
+    """By a user whom that stops: root may do anything, so root becomes nobody."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                tempfile.tempdir = folder
+                stage = staging.stage_folder(Path("/checkout"))
+                (stage / "a/b").mkdir(parents=True)
+                (stage / "a/b/file").touch()
+                (stage / "link").symlink_to("/")
+                (stage / "a/b").chmod(0o555)
+                (stage / "a").chmod(0o555)
+                staging.remove_stage(Path("/checkout"))
+                os._exit(stage.exists())
+            finally:
+                os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_report_that_cannot_be_printed_is_not_the_end_of_the_run(checkout: Path) -> None:
