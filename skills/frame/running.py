@@ -32,25 +32,26 @@ def main(name: str, words: Sequence[str], root: Path = ROOT) -> int:
     A summary goes to stdout, with --json the whole report; progress and what went wrong to stderr. 130: interrupted.
     """
     start, report, helped = time.monotonic(), Report(skill=name), False
-    try:
-        with _interrupts(report):
+    with _interrupts(report):
+        try:
             return _run(name, words, root, report)
-    except KeyboardInterrupt:
-        return report.end("interrupted", "Nothing was changed.")
-    except BadParameters as error:
-        return report.end("bad parameters", str(error))
-    except landing.Stuck as error:
-        return report.miss([Missing(error.what, error.remedy)])
-    except staging.Busy:
-        return report.miss([_BUSY])
-    except _TROUBLE as error:
-        return report.end("failed", str(error) or repr(error), "Nothing was changed.")
-    except SystemExit:  # --help has printed what was asked for
-        helped = True
-        raise
-    finally:
-        if not helped:
-            report.show("--json" in takewhile("--".__ne__, words), start)
+        except KeyboardInterrupt:
+            staging.ignore_signals()
+            return report.end("interrupted", "Nothing was changed.")
+        except BadParameters as error:
+            return report.end("bad parameters", str(error))
+        except landing.Stuck as error:
+            return report.miss([Missing(error.what, error.remedy)])
+        except staging.Busy:
+            return report.miss([_BUSY])
+        except _TROUBLE as error:
+            return report.end("failed", str(error) or repr(error), "Nothing was changed.")
+        except SystemExit:  # --help has printed what was asked for
+            helped = True
+            raise
+        finally:
+            if not helped:
+                report.show("--json" in takewhile("--".__ne__, words), start)
 
 
 @contextmanager
@@ -168,6 +169,7 @@ def _transaction(skill: Skill[Any, Any], order: Order[Any], root: Path, report: 
                 failures = stage.land(changes, lock)
             return report.end("failed", *failures, "Nothing was changed.") if failures else report.end("done")
         finally:
+            staging.ignore_signals()
             staging.remove_stage(root)
 
 

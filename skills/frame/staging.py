@@ -134,8 +134,7 @@ class Stage:
         this process ignores SIGINT and SIGTERM. Raises OSError before anything has landed; landing.Stuck.
         """
         folder = landing.prepare(self.checkout, self.root, changes)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)
+        ignore_signals()
         command = [sys.executable, "-I", landing.__file__, str(folder)]
         done = subprocess.run(
             command, cwd="/", capture_output=True, text=True, pass_fds=(lock,), start_new_session=True
@@ -145,6 +144,12 @@ class Stage:
             raise landing.Stuck(f"landing ended with {done.returncode}: {done.stderr.strip()[-500:]}", remedy)
         failures: list[str] = json.loads(done.stdout)
         return failures
+
+
+def ignore_signals() -> None:
+    """From here on SIGINT and SIGTERM do not disturb this process: what is left to do is short, and better done."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def remove_stage(checkout: Path) -> None:

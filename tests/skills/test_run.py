@@ -253,16 +253,19 @@ def test_a_second_run_is_refused_while_one_holds_the_checkout(checkout: Path) ->
 
 @pytest.mark.parametrize("whole_group", [True, False])
 def test_no_process_survives_a_killed_run(checkout: Path, whole_group: bool) -> None:
-    process = start(checkout, *ADD, "--mood", "wait")
+    process = start(checkout, *ADD, "--mood", "wait", "--json")
     wait_for(lambda: napping(checkout))
     if whole_group:
         os.killpg(process.pid, signal.SIGKILL)
     else:
-        process.terminate()
+        for _ in range(5):  # somebody who cannot wait does not disturb the clearing up
+            process.terminate()
+            time.sleep(0.02)
     assert process.wait(20) == (-signal.SIGKILL if whole_group else 130)
     with staging.locked(checkout, patience=20):  # free when the last process is gone
         assert not napping(checkout)
-    process.communicate()
+    stdout, _ = process.communicate()
+    assert whole_group or json.loads(stdout)["status"] == "interrupted"
     assert (left_behind(checkout) == []) is not whole_group
     assert pith(checkout, *ADD).returncode == 0 and left_behind(checkout) == []
 
