@@ -65,6 +65,11 @@ class Watcher(TorchDispatchMode):
         self._homeless: list[Cause] = []
         self._waited: Place | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and torch would import its compiler to skip it, for seconds on every rank."""
+        return False
+
     def before(self, state: Iterable[tuple[str, Tensor]]) -> None:
         """Looks at what is there before the step; state: (what it is, a known tensor)."""
         for name, tensor in state:

@@ -23,7 +23,7 @@ from skills.debug_nan.order import steps_of
 from skills.debug_nan.record import compare, number
 from skills.debug_nan.replay import Job, Replayed, replay
 
-PRELOAD = ("skills.debug_nan.replay", "torch._dynamo")  # a watched step asks for the second, for seconds on every rank
+PRELOAD = ("skills.debug_nan.replay",)
 SHOWN = 8  # of the last steps
 GROWTH = 10
 

@@ -362,18 +362,36 @@ def test_a_run_that_overflows_is_debugged(run: Path, capsys: pytest.CaptureFixtu
         shutil.rmtree(report["out"])
 
 
+def spoilt_checkout(root: Path, file: str, right: str, wrong: str) -> tuple[Path, str]:
+    """Copies the checkout and edits a file there: its path, and its text as it was."""
+    for name in ("pithtrain", "pithdata", "golden", "spec", "skills", "typer_cli"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    whole = (root / file).read_text()
+    assert whole.count(right) == 1
+    (root / file).write_text(whole.replace(right, wrong))
+    return root / file, whole
+
+
+@pytest.mark.prove
+def test_what_depends_on_when_it_runs_ends_well_and_without_a_ladder(run: Path, tmp_path: Path) -> None:
+    """The first evaluation of all divides by zero, on whatever process."""
+    right = "normed = rms_norm(hidden_states, self.norm, self.arch.rms_norm_eps)"
+    first = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r})"
+    wrong = f"{right} / {first}.exists(); {first}.touch()"
+    spoilt_checkout(tmp_path, "pithtrain/models/decoder.py", right, wrong)
+    done = Workspace(tmp_path, tmp_path).run("typer_cli.main", "skill", "run", "debug-nan", str(run), seconds=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not deterministic" in done.stdout and "step 1 is not finite" in done.stdout
+    assert "may pass" in done.stdout and "balanced routing" not in done.stdout
+
+
 @pytest.mark.prove
 def test_the_script_fails_until_the_source_is_mended(run: Path, tmp_path: Path) -> None:
     """A bug in a copy of the checkout that recomputation shows: found, cured by its rung, gone when mended."""
-    for name in ("pithtrain", "pithdata", "golden", "spec", "skills", "typer_cli"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    source = tmp_path / "pithtrain/parallel/tape.py"
-    whole = source.read_text()
     right = "            self._enter()\n            self._inputs = ()\n        pairs"
     wrong = "            self._inputs = tuple(x / 0 for x in self._inputs)\n            self._enter()\n        pairs"
-    assert whole.count(right) == 1
-    source.write_text(whole.replace(right, wrong))
+    source, whole = spoilt_checkout(tmp_path, "pithtrain/parallel/tape.py", right, wrong)
     words = [str(run), "--set", "train.recompute=experts", "--set", "mesh.ep=2", "--json"]
     done = Workspace(tmp_path, tmp_path).run("typer_cli.main", "skill", "run", "debug-nan", *words, seconds=250)
     assert done.returncode == 0, done.stdout + done.stderr
