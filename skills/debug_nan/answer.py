@@ -8,6 +8,7 @@ from skills.debug_nan.finding import Origin
 from skills.debug_nan.record import Comparison, Number
 
 ORDER, ANSWER = "order.json", "answer.json"
+_LEAVES = "leaves weights or moments that are not finite"
 
 
 class Order(BaseModel, frozen=True):
@@ -82,5 +83,5 @@ class Answer(BaseModel, frozen=True):
         if not self.lines:
             return f"step {self.bad} cannot be finite: what it starts from is not"
         line = self.lines[-1]
-        where = "is not" if isinstance(line.loss, str) or isinstance(line.grad_norm, str) else "leaves what is not"
-        return f"step {line.step} {where} finite: loss {line.loss}, gradient norm {line.grad_norm}"
+        where = "is not finite" if isinstance(line.loss, str) or isinstance(line.grad_norm, str) else _LEAVES
+        return f"step {line.step} {where}: loss {line.loss}, gradient norm {line.grad_norm}"

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 EXACT, ROUNDED = ("learning_rate", "tokens_seen"), ("loss", "grad_norm")
 LIBRARIES = 1e-9  # what two libraries' cosines may differ by
-ROUNDING = {"fp32": 1e-4}  # relative, of one step from the same weights: another order of summation
-COARSE = 2e-2  # the same in bf16 or fp8, or between one of them and fp32
+ROUNDING = {"fp32": 1e-5}  # relative, of one step from the same weights: another order of summation
+COARSE = 1e-2  # the same in bf16 or FP8, or between one of them and fp32
 
 Number = float | str
 Verdict = Literal["the same run", "the same up to rounding", "another run"]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from skills.debug_nan.answer import Answer, Rung
+from skills.debug_nan.record import Difference
 
 ROOT = Path(__file__).parents[2]
 ANOTHER = (
@@ -44,11 +45,12 @@ def against_record(answer: Answer) -> list[str]:
         if record.compared:
             lines.append(f"the same run: {record.same} of {record.compared} replayed steps are exactly as recorded")
     else:
-        lines.append(f"{record.verdict}: differs first in {record.first.words()}, {_relative(record.first.distance)}")
-        lines.append(f"  most in {record.largest.words()}, {_relative(record.largest.distance)}")
+        lines.append(f"{record.verdict}: differs first in {record.first.words()}{_relative(record.first)}")
+        lines += [f"  most in {record.largest.words()}{_relative(record.largest)}"] * (record.largest != record.first)
         lines.append(f"  {_reason(answer)}")
     if record.unmet is not None:
-        lines.append(f"the run's own record has step {record.unmet} as skipped; the replay did not meet it: {UNMET}")
+        why = f"what --set changes may avoid it; {UNMET}" if answer.changed else UNMET
+        lines.append(f"the run's own record has step {record.unmet} as skipped; the replay did not meet it: {why}")
     return lines
 
 
@@ -59,8 +61,8 @@ def _reason(answer: Answer) -> str:
     return ROUNDING if answer.record.verdict == "the same up to rounding" else ANOTHER
 
 
-def _relative(distance: float | str) -> str:
-    return f"{float(distance):.1e} relative" if isinstance(distance, float) else "which knows no rounding"
+def _relative(difference: Difference) -> str:
+    return f" ({difference.distance:.1e} relative)" if isinstance(difference.distance, float) else ""
 
 
 def finding(answer: Answer, script: Path | None) -> list[str]:
