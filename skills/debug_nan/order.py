@@ -81,10 +81,11 @@ def _own(cfg: RunConfig) -> Start:
 
 def _starts(run: Path, cfg: RunConfig) -> list[Start]:
     """All that there is, the newest first; as `pith train` does, a checkpoint that is not whole is passed over."""
-    found = [_own(cfg)]
-    for folder in step_folders(run / CHECKPOINTS):
+    own, found = cfg.checkpoint.resume, list[Start]()
+    for folder in [*step_folders(run / CHECKPOINTS), *([own] if isinstance(own, Path) else [])]:
         with contextlib.suppress(ValueError, OSError):
             found.append(_start(folder))
+    found += [] if found and isinstance(own, Path) else [_own(cfg)]
     return sorted(found, key=lambda start: start.step, reverse=True)
 
 

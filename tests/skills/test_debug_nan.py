@@ -1,6 +1,7 @@
 """The skill debug-nan names the place of values that are not finite, planted in the trainer's source."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -224,6 +225,19 @@ def test_with_what_the_run_had_then_it_is_the_same_and_an_unmet_step_is_said(pru
     assert second.startswith("the run's own record has step 3 as skipped; the replay did not meet it")
 
 
+def test_a_checkpoint_that_is_gone_or_not_whole_is_passed_over(pruned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(pruned, folder)
+    kept, config = folder / "checkpoints" / "step-00000006", folder / "config.resolved.toml"
+    config.write_text(config.read_text().replace('resume = "latest"', 'resume = "/gone"'))
+    assert make_order(DebugParams(run=folder, step=7)).starts == (kept,)
+    (kept / "pith/manifest.json").unlink()
+    with pytest.raises(ValueError, match="/gone"):
+        make_order(DebugParams(run=folder, step=7))
+    config.write_text(config.read_text().replace("/gone", "latest"))
+    assert make_order(DebugParams(run=folder, step=7)).starts == (None,)
+
+
 def line(step: int, loss: float = 5.0, norm: float = 1.0, rate: float = 1e-3, **more: Any) -> dict[str, Any]:
     figures = {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate, "tokens_seen": step * 100}
     return figures | {"skipped": False} | more
@@ -324,6 +338,21 @@ def test_changes_that_act_early_are_tried_where_they_can_help(run: Path) -> None
     assert is_growing(calm.model_copy(update={"origin": optimizer}))
     lines = tuple(line.model_copy(update={"grad_norm": 10.0 ** (line.step + 1)}) for line in calm.lines)
     assert is_growing(calm.model_copy(update={"lines": lines}))
+
+
+@pytest.mark.prove
+def test_a_run_resumed_with_another_seed_fails_the_skill(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No learning rate tells that its checkpoints were written by another config; the replay's first step does."""
+    folder = run.parent / "reseeded"
+    words = [f"run.folder={folder}", "schedule.kind=constant", "checkpoint.interval=2", "checkpoint.keep=1"]
+    assert ended(run, *words, "train.steps=4", troubles=[Trouble(not_a_number, [3])]) == 0
+    assert ended(run, *words, "train.steps=6", "train.seed=7") == 0
+    assert main("debug-nan", [str(folder)]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "another run: differs first in step 1: " in said.err
+    assert "step-00000002" in said.err and "step 3 as skipped; the replay did not meet it" in said.err
+    assert "--set checkpoint.resume=FOLDER" in said.err
+    shutil.rmtree(re.findall(r"results: (\S+)", said.err)[0])
 
 
 @pytest.mark.prove
