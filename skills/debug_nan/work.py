@@ -126,7 +126,8 @@ def _climb(job: Job, change: Change, order: Order, answer: Answer) -> Rung:
         done = run_world(change.ranks, replay, job, seconds=order.seconds, preload=PRELOAD)[0]
     except WorldError as error:
         return rung.model_copy(update={"note": str(error).partition("\n---")[0]})
-    sets = (*job.overrides, f"checkpoint.resume={start or 'never'}", f"run.folder={job.folder.parent / 'run'}")
+    new = job.folder.parent / change.name.replace(" ", "-")
+    sets = (*job.overrides, f"checkpoint.resume={start or 'never'}", f"run.folder={new}")
     words = [str(order.run), f"--nproc={change.ranks}", *(f"--set={text}" for text in sets)]
     command = f".venv/bin/pith train {shlex.join(words)}" if done.bad is None else ""
     return rung.model_copy(update={"cured": done.bad is None, "command": command})
