@@ -5,9 +5,9 @@ attention, (dispatch), experts, (combine), aggregate; a dense one is attention a
 and never communicate. B sequences, S positions, T = B * S tokens, D hidden.
 """
 
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,19 @@ from pithtrain.ops.permute import Permutation, unpermute
 from pithtrain.ops.rms_norm import rms_norm
 
 Tables = tuple[Tensor, Tensor]
-Attended = namedtuple("Attended", "residual x topk_weights topk_expert_ids prob_sum z_sum num_tokens_per_expert gap")
+
+
+class Attended(NamedTuple):
+    """What a sparse layer's attention gives: what the exchanges carry, then what losses and records need."""
+
+    residual: Tensor  # [B, S, D]
+    x: Tensor  # [T, D]
+    topk_weights: Tensor  # [T, K]
+    topk_expert_ids: Tensor  # [T, K]
+    prob_sum: Tensor  # [B, E]
+    z_sum: Tensor  # []
+    num_tokens_per_expert: Tensor  # [B, E]
+    gap: Tensor  # []
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +73,8 @@ class SparseLayer:
 
     def attend(
         self, hidden_states: Tensor, tables: Tables, choice: Choice, padding: Tensor | None, compute: Compute
-    ) -> tuple[Tensor, ...]:
-        """The attention segment. hidden_states [B, S, D] -> Attended:
-
-        (residual [B, S, D], x [T, D], topk_weights [T, K], topk_expert_ids [T, K], prob_sum [B, E], z_sum [],
-        num_tokens_per_expert [B, E], gap []): what the exchanges carry, then what losses and records need.
-        """
+    ) -> Attended:
+        """The attention segment, on hidden_states [B, S, D]."""
         batch, length, hidden = hidden_states.shape
         normed = rms_norm(hidden_states, self.attention_norm, self.eps)
         residual = hidden_states + self.attention(normed, tables, compute)
