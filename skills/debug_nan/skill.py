@@ -21,7 +21,7 @@ class DebugParams(Params):
     """How many ranks; left out, those of the checkpoint, or as few as the mesh asks for."""
     ladder: bool = True
     """Try which change cures it."""
-    seconds: float = 3600
+    seconds: float = Field(3600, gt=0, allow_inf_nan=False)
     """For the whole investigation."""
 
 

@@ -13,10 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def show_list(root: Path = ROOT) -> None:
-    """Prints name and description of every skill."""
+    """Prints name and description of every skill, or what is wrong with its page."""
     table = Table("skill", "what it does and when to use it")
     for folder in pages.folders(root):
-        table.add_row(folder.name, pages.read(folder).description)
+        try:
+            table.add_row(folder.name, pages.read(folder).description)
+        except ValueError as error:
+            table.add_row(folder.name, str(error))
     Console(highlight=False).print(table if table.row_count else "This checkout has no skills.", markup=False)
 
 

@@ -49,12 +49,15 @@ class Page:
 
 def folders(root: Path) -> list[Path]:
     """Folders of the skills in the checkout, by name: those below skills/ with a page."""
-    return sorted(page.parent for page in (root / "skills").glob("*/SKILL.md"))
+    return sorted(page.parent for page in (root / "skills").glob("*/SKILL.md") if page.is_file())
 
 
 def read(folder: Path) -> Page:
-    """The page in `folder`. Raises ValueError if it has no front matter, or that is no table of YAML."""
-    text = (folder / "SKILL.md").read_text(encoding="utf-8")
+    """The page in `folder`. Raises ValueError if it is no text, or has no front matter that is a table of YAML."""
+    try:
+        text = (folder / "SKILL.md").read_text(encoding="utf-8-sig")
+    except (UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{folder}/SKILL.md: cannot be read as UTF-8 text: {error}") from error
     parts = re.match(r"---\n(.*?\n)---\n(.*)", text, flags=re.DOTALL)
     if parts is None:
         raise ValueError(f"{folder}/SKILL.md: no front matter; expected YAML between two lines of ---, first of all")
@@ -67,11 +70,15 @@ def read(folder: Path) -> Page:
     return Page(folder, front, parts[2], len(text.splitlines()))
 
 
+class Unknown(ValueError):
+    """No skill has this name."""
+
+
 def find(root: Path, name: str) -> Page:
-    """The page of a skill. Raises ValueError if there is none of that name."""
+    """The page of a skill. Raises Unknown, or ValueError as `read` does."""
     known = [folder.name for folder in folders(root)]
     if name not in known:
-        raise ValueError(f"no skill is called {name!r}; expected one of {', '.join(known) or '(there is none)'}")
+        raise Unknown(f"no skill is called {name!r}; expected one of {', '.join(known) or '(there is none)'}")
     return read(root / "skills" / name)
 
 
@@ -80,7 +87,7 @@ def load(page: Page) -> Skill[Any, Any]:
     module, _, name = page.own(ENTRY).partition(":")
     where = f"{page.folder}/SKILL.md: {ENTRY} {page.own(ENTRY)!r}"
     try:
-        skill = vars(importlib.import_module(module)).get(name) if module else None
+        skill = vars(importlib.import_module(module)).get(name) if module[:1] not in ("", ".") else None
     except ImportError as error:
         raise ValueError(f"{where}: cannot be imported: {error}") from error
     if not isinstance(skill, Skill):

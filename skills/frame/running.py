@@ -76,7 +76,7 @@ def _run(name: str, words: Sequence[str], root: Path, report: Report) -> int:
         print(told, file=sys.stderr)
     try:
         page = pages.find(root, name)
-    except ValueError as error:
+    except pages.Unknown as error:
         raise BadParameters(str(error)) from error
     with _contained():
         skill = pages.load(page)

@@ -20,6 +20,7 @@ FALSE = [
     ("description: Adds a word to", f"description: {'x' * 1024}", "expected a text of 1 to 1024 characters"),
     ('"skills.add_word:SKILL"', '"skills.add_word:NONE"', "got NoneType, expected module:object"),
     ('"skills.add_word:SKILL"', '"skills.no_such:SKILL"', "cannot be imported"),
+    ('"skills.add_word:SKILL"', '".add_word:SKILL"', "expected module:object"),
     ('  pith.example: "tree --weights 3"', "  pith.example: 3", "expected texts by text"),
     ('"tree --weights 3"', '"tree \'weights"', "No closing quotation"),
     ('  pith.tests: "tests/test_words.py::test_words"\n', "", "metadata has no pith.tests"),
@@ -95,7 +96,11 @@ for folder in page.folders(Path.cwd()):
 def test_a_page_that_cannot_be_read_fails_and_the_others_are_checked(tmp_path: Path) -> None:
     checkout = make_checkout(tmp_path / "checkout")
     (checkout / "skills/odd").mkdir()
-    (checkout / "skills/odd/SKILL.md").write_text("# No front matter\n")
+    (checkout / "skills/odd/SKILL.md").write_bytes(b"---\nname: odd\n---\n\xe9\n")
+    done = pith(checkout, "skill", "list")
+    assert done.returncode == 0 and "Adds a word" in done.stdout and "as UTF-8" in done.stdout, done.stderr
+    done = pith(checkout, "skill", "run", "odd")
+    assert done.returncode == 1 and "odd/SKILL.md: cannot be read as UTF-8 text" in done.stderr, done.stderr
     done = pith(checkout, "skill", "check", "odd", "add-word")
     assert done.returncode == 1 and done.stdout.startswith("FAIL odd\n"), done.stderr
     assert "PASS add-word\n1 of 2 skills pass\n" in done.stdout
