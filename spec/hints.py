@@ -30,6 +30,8 @@ RECIPES = {  # a function that is none here -> how to write it; h is its argumen
     "pow": "h ** 2",
     "cube": "h ** 3",
     "tan": "sin(h) / cos(h)",
+    "sign": "clamp(1e6 * h, -1, 1)",
+    "softsign": "h / (1 + abs(h))",
     "sinh": "(exp(h) - exp(-h)) / 2",
     "cosh": "(exp(h) + exp(-h)) / 2",
     "var": "mean(square(h - mean(h)))",

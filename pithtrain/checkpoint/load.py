@@ -20,7 +20,7 @@ from pithtrain.models.names import Shape
 # keys of config.json that do not change what the weights compute
 _FREE_CONFIG_KEYS = {"architectures", "torch_dtype", "initializer_range", "max_position_embeddings"}
 _RELEASED = ("F32", "BF16", "F16")  # what import takes
-_OTHERWISE = "make the run's model (model.config, model.experts) the same, or name another folder"
+_OTHERWISE = "make the run's model (model.config, model.experts) the same, or name another run.folder"
 
 
 def latest(folder: Path, ranks: Ranks = ONE_RANK) -> tuple[Path | None, list[str]]:

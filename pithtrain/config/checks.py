@@ -64,15 +64,18 @@ def check_files(cfg: RunConfig) -> list[str]:
 
 
 def check_run(
-    cfg: RunConfig, arch: "Architecture", world_size: int, train: "Dataset", validation: "Dataset | None" = None
+    cfg: RunConfig, arch: "Architecture", world_size: int, train: "Dataset | None", validation: "Dataset | None" = None
 ) -> list[str]:
-    """Everything that makes the run impossible; empty if nothing does. `arch`: what `model.config` describes."""
+    """Everything that makes the run impossible; empty if nothing does. `arch`: what `model.config` describes; of a
+    dataset that could not be opened nothing is said.
+    """
     problems = [*_check_lengths(cfg, arch), *_check_pipeline(cfg, arch)]
     try:
         problems += _check_layout(cfg, arch, resolve_mesh(cfg.mesh, world_size))
     except ConfigError as error:
         problems.append(str(error))
-    problems += _check_dataset(cfg, arch, train, is_train=True)
+    if train is not None:
+        problems += _check_dataset(cfg, arch, train, is_train=True)
     if validation is not None:
         problems += _check_dataset(cfg, arch, validation, is_train=False)
     return problems

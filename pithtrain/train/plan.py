@@ -63,7 +63,6 @@ def make_plan(cfg: RunConfig, source: str, world_size: int) -> Plan:
     problems += check_places(cfg)
     if arch is not None:
         problems += check_origin(cfg, arch)
-    if arch is not None and train is not None:
         problems += check_run(cfg, arch, world_size, train, validation)
     if problems or arch is None or train is None:
         raise ConfigError(refusal(source, problems))

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from skills.add_expert import edits
 from skills.add_expert.writer import RESERVED, class_name, module
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
-from spec.check import room_lines
+from spec.check import check, room_lines
 from spec.document import Mutant, Rules, read
 from spec.formula import Formula
 from spec.parser import parse
@@ -107,8 +107,9 @@ class AddResult(Result):
         lines += [f"  {bug}" for bug in self.bugs]
         lines.append("Review it, and commit it so that git can undo it:")
         lines.append(f'  git add -N . && git diff && git commit -a -m "Experts of type {self.name}"')
-        lines.append("Train with it (`make train` prepares the data):")
-        return "\n".join([*lines, f"  .venv/bin/pith train {RUN} --set model.experts={self.name}"])
+        lines.append("Train with it, in a run folder of its own (`make train` prepares the data):")
+        sets = f"--set model.experts={self.name} --set run.folder=runs/{self.name}"
+        return "\n".join([*lines, f"  .venv/bin/pith train {RUN} {sets}"])
 
     def outlook(self) -> str:
         return (
@@ -140,6 +141,9 @@ class AddExpert(Skill[AddParams, AddResult]):
             from spec.evaluator import refuse_useless  # torch takes seconds to import, so all else is looked at first
 
             refuse_useless(params.parsed())
+        if not missing and (problems := check(root)):
+            what = f"a checkout whose spec is clean before anything is added: {problems[0]}"
+            missing.append(Missing(what, "mend it; .venv/bin/pith spec check shows all of it"))
         return missing
 
     def steps(self, params: AddParams, workspace: Workspace) -> AddResult:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pithtrain.config import check_files, load
+from pithtrain.config import ConfigError, check_files, check_run, load, refusal
 from skills.debug_nan import script, words
 from skills.debug_nan.answer import ANSWER, ORDER, Answer
 from skills.frame import Failed, Missing, Params, Result, Skill, Workspace
@@ -45,15 +45,20 @@ class DebugNan(Skill[DebugParams, DebugResult]):
     def preconditions(self, params: DebugParams, root: Path) -> list[Missing]:
         if not params.run.exists():
             return [Missing(f"no {params.run}", _REMEDY)]
+        from pithtrain.models.qwen3_moe import load_architecture
         from skills.debug_nan.order import make_order, other_run, run_file
 
         path = run_file(params.run)
         if not path.is_file():
             return [Missing(f"no {path}", _REMEDY)]
-        missing = check_files(load(path, params.set))
-        return [Missing(problem, "make it, or change it with --set") for problem in missing] or [
-            *other_run(make_order(params))
-        ]
+        cfg = load(path, params.set)
+        if missing := check_files(cfg):
+            return [Missing(problem, "make it, or change it with --set") for problem in missing]
+        order = make_order(params)
+        arch = load_architecture(str(cfg.model.config), cfg.model.experts)
+        if problems := check_run(cfg, arch, order.ranks, None):
+            raise ConfigError(refusal(str(path), problems))
+        return [*other_run(order)]
 
     def steps(self, params: DebugParams, workspace: Workspace) -> DebugResult:
         from skills.debug_nan.order import make_order

@@ -245,13 +245,13 @@ def _arguments(schema: Any, args: Any, kwargs: Any, name: str) -> tuple[list[tup
 
 
 def _code() -> str:
-    """The line of ours, or of whoever else is not torch, that asked for the operator: file:line function."""
+    """The line of ours, or of whoever else is not torch, that asked for the operator: file:line function `text`."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if not any(path.is_relative_to(room) for room in ROOM) and path.suffix == ".py":
             if path.name in ("tape.py", "loop.py"):
                 break
             shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-            return f"{shown}:{frame.lineno} {frame.name}"
+            return f"{shown}:{frame.lineno} {frame.name} `{frame.line}`"
     node = torch._C._current_autograd_node()
     return "" if node is None else f"autograd {node.name()}"

@@ -67,7 +67,8 @@ def _interrupts(report: Report) -> Iterator[None]:
         yield
     finally:
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            if signal.getsignal(signum) is interrupt:  # else it is ignored from here to the process's end
+                signal.signal(signum, handler)
 
 
 def _run(name: str, words: Sequence[str], root: Path, report: Report) -> int:

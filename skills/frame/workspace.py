@@ -32,9 +32,11 @@ class Workspace:
         """Runs `python -m COMMAND...` in `root`, whose packages come first, and waits; its output is captured.
 
         It ends, with all that it started, when `seconds` are over (returncode 124, and stderr says so), when it
-        returns, and when this process ends in whatever way. A skill starts no process in another way.
+        returns, and when this process ends in whatever way. A skill starts no process in another way. OpenMP takes one
+        thread, unless the environment says otherwise: tests and small runs are slower with more.
         """
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **own}
         lifeline, ours = os.pipe()
         with subprocess.Popen(
             [sys.executable, "-I", supervise.__file__, str(seconds), str(lifeline), sys.executable, "-m", *command],

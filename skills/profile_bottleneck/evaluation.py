@@ -10,7 +10,7 @@ from pithtrain.metrics import mfu, peak_flops
 from pithtrain.timeline import merge
 from skills.frame import Failed
 from skills.profile_bottleneck.attribution import BUBBLE, Step, World, attribute
-from skills.profile_bottleneck.profile import Profile, Table
+from skills.profile_bottleneck.profile import EARLIER, PLAIN, Profile, Table
 from skills.profile_bottleneck.ranking import bubbles, expectations, rank_causes, table_of
 
 TIMELINE_FILE = "timeline.json"
@@ -44,7 +44,7 @@ def evaluate(folder: Path, earlier: Profile | None = None) -> Profile:
         steps=first["steps"],
         step_milliseconds=length,
         causes=rank_causes(steps, table, expected, first["checkpoint_interval"]),
-        baseline="plain torch on the same shapes" if earlier is None else "the earlier profile",
+        baseline=PLAIN if earlier is None else EARLIER,
         pace=pace,
         table=table,
         unaccounted=max(abs(step.total - sum(step.causes.values())) / step.total for step in steps),

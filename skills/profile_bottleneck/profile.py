@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from skills.frame import Result
 
+PLAIN, EARLIER = "plain torch on the same shapes", "the earlier profile"  # what baselines are called
 Table = Mapping[int, Mapping[str, float]]  # rank -> cause -> milliseconds a step
 
 
@@ -73,10 +74,20 @@ class Profile(Result):
     timeline: Path
     """For https://ui.perfetto.dev."""
 
+    @property
+    def is_compared(self) -> bool:
+        return self.baseline == EARLIER
+
+    @property
+    def quiet_milliseconds(self) -> float:
+        """Of the slowest rank: what its causes and waits sum to."""
+        return max(sum(row.values()) for row in self.table.values())
+
     def summary(self) -> str:
         """The ranked causes, then the figures of the run."""
         rows = [
             f"step {self.step_milliseconds:.1f} ms on {self.mesh}; expected: {self.baseline}, pace {self.pace:.2f}",
+            f"ms: in the quiet steps, which take {self.quiet_milliseconds:.1f} with all waits; share: of these",
             "",
         ]
         rows.append(f"{'cause':20}{'ms':>8}{'expected':>10}{'excess':>8}{'share':>7}  rank  median (least to most)")
@@ -88,11 +99,13 @@ class Profile(Result):
         rows.append("")
         rows += [_told(row) for row in found] or ["nothing costs 5% of the step more than expected"]
         loads = ", ".join(f"{layer} {load:.2f}" for layer, load in self.expert_load.items()) or "no sparse layers"
+        if found and not self.is_compared:
+            rows.append("slower than it was? Profile the commit before, then this one with --compare its profile.json")
         share = "unknown: set run.peak_flops" if self.mfu is None else f"{self.mfu:.2%}"
         rows.append(f"busiest expert over mean: {loads}; padding {self.padding:.1%}; MFU {share}")
         return "\n".join([*rows, f"{self.tokens_per_second:,.0f} tokens/s; timeline {self.timeline}"])
 
 
 def _told(row: Cause) -> str:
-    places = "; ".join(row.where)
-    return f"{row.cause}: {row.excess:.1f} ms too much on rank {row.rank}: {places}\n  would change it: {row.setting}"
+    told = f"{row.cause}: {row.excess:.1f} ms too much on rank {row.rank}; its largest places, in median steps:"
+    return f"{told} {'; '.join(row.where)}\n  would change it: {row.setting}"

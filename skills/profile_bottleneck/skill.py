@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pithtrain.config import check_files, load, resolve_mesh, smallest_world
+from pithtrain.config import ConfigError, check_files, check_run, load, refusal, smallest_world
 from skills.frame import Failed, Missing, Params, Skill, Workspace
 from skills.profile_bottleneck.profile import Profile
 
@@ -35,11 +35,17 @@ class ProfileBottleneck(Skill[ProfileParams, Profile]):
         run, sets, _ = _source(params)
         if not run.is_file():
             return [Missing(f"{run}: no such file", "name a run file, or the folder of a run that has started")]
+        from pithtrain.models.qwen3_moe import load_architecture
+
         cfg = load(run, sets)
-        resolve_mesh(cfg.mesh, params.nproc or smallest_world(cfg.mesh))
+        arch = load_architecture(str(cfg.model.config), cfg.model.experts)
+        if problems := check_run(cfg, arch, params.nproc or smallest_world(cfg.mesh), None):
+            raise ConfigError(refusal(str(run), problems))
         missing = [Missing(problem, "see pith data prepare --help, pith train --help") for problem in check_files(cfg)]
         if params.compare is not None and not params.compare.is_file():
             missing.append(Missing(f"{params.compare}: no such file", "name the profile.json of an earlier profile"))
+        elif params.compare is not None:
+            _earlier(params.compare)
         return missing
 
     def steps(self, params: ProfileParams, workspace: Workspace) -> Profile:
@@ -56,7 +62,7 @@ class ProfileBottleneck(Skill[ProfileParams, Profile]):
         shutil.rmtree(workspace.out / "run", ignore_errors=True)  # its checkpoints
         if done.returncode:
             raise Failed(f"the measured run ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-        profile = evaluate(workspace.out, _earlier(params.compare))
+        profile = evaluate(workspace.out, None if params.compare is None else _earlier(params.compare))
         (workspace.out / PROFILE).write_text(profile.model_dump_json(indent=1) + "\n")
         return profile
 
@@ -87,11 +93,14 @@ def _source(params: ProfileParams) -> tuple[Path, list[str], str]:
     return params.run / RESOLVED, params.set, newest
 
 
-def _earlier(path: Path | None) -> Profile | None:
-    if path is None:
-        return None
-    fields = json.loads(path.read_text())
-    return Profile.model_validate(fields.get("result", fields))
+def _earlier(path: Path) -> Profile:
+    """A profile.json, or what --json printed. Raises ValueError for another file."""
+    try:
+        fields = json.loads(path.read_text())
+        return Profile.model_validate(fields.get("result", fields))
+    except (ValueError, AttributeError) as error:
+        what = str(error).splitlines()[0]
+        raise ValueError(f"--compare: {path} is no profile ({what}); name the profile.json of an earlier one") from None
 
 
 SKILL = ProfileBottleneck()

@@ -154,7 +154,8 @@ def test_what_is_said_at_the_end() -> None:
     summary = result.summary()
     assert "\n  `+ bias` is lost\n" in summary and "git diff && git commit" in summary
     command = shlex.split(summary.splitlines()[-1])
-    assert command == [".venv/bin/pith", "train", "examples/small.toml", "--set", "model.experts=mine"]
+    sets = ["--set", "model.experts=mine", "--set", "run.folder=runs/mine"]
+    assert command == [".venv/bin/pith", "train", "examples/small.toml", *sets]
     assert (ROOT / command[2]).is_file()
     outlook = result.outlook()
     assert outlook.startswith("Nothing was proven") and "plant 2 bugs" in outlook and "git" not in outlook
@@ -200,7 +201,7 @@ def test_what_cannot_be_an_expert_is_a_bad_parameter(name: str, formula: str, we
 
 
 def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path) -> None:
-    """A name that is taken, and no lines left."""
+    """A name that is taken, no lines left, a checkout that was wrong before."""
     params = AddParams(name="maxout", formula=FORMULAS["maxout"][0], weights=FORMULAS["maxout"][1])
     assert SKILL.preconditions(params, ROOT) == []
     with pytest.raises(ValueError, match="no gradient reaches x"):
@@ -215,6 +216,9 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "pithtrain/long.py").write_text("\n" * 6990)
     [missing] = SKILL.preconditions(params, tmp_path)
     assert "room in pithtrain/: it has" in missing.what and "spec/architecture.toml" in missing.remedy
+    (tmp_path / "pithtrain/long.py").unlink()
+    [missing] = SKILL.preconditions(params, tmp_path)
+    assert "whose spec is clean" in missing.what and "pith spec check" in missing.remedy
 
 
 @pytest.mark.prove

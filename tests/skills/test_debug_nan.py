@@ -204,6 +204,8 @@ def test_a_run_that_cannot_be_repeated_is_refused_at_once(pruned: Path, capsys: 
     kept = pruned / "checkpoints" / "step-00000006"
     assert main("debug-nan", [str(pruned), "--set", f"checkpoint.resume={kept}"]) == 3
     assert f"--step 3: {kept} is of step 6" in capsys.readouterr().err
+    assert main("debug-nan", [str(pruned), "--set", "mesh.ep=3"]) == 3
+    assert "num_experts = 8" in capsys.readouterr().err
 
 
 def test_a_replay_that_is_another_run_fails_and_says_where_it_differs(pruned: Path, tmp_path: Path) -> None:

@@ -304,6 +304,12 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "data.train" in said and "pith data prepare" in said and "none.json" in said
     assert main("profile-bottleneck", [str(tmp_path / "run.toml"), "--set", "mesh.eq=2"]) == 3
+    for words, says in (
+        (("--set", "mesh.ep=3"), "num_experts = 8"),
+        (("--compare", str(tmp_path / "run.toml")), "run.toml is no profile"),
+    ):
+        assert main("profile-bottleneck", [str(tmp_path / "run.toml"), *words]) == 3
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.prove
