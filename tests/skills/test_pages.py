@@ -68,9 +68,22 @@ def test_check_runs_the_example_and_the_tests(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "PASS add-word\n1 of 1 skills pass\n"), done.stdout + done.stderr
     (checkout / "tests/test_words.py").write_text("def test_words() -> None:\n    assert False\n")
     (checkout / "skills/add-word/SKILL.md").write_text(PAGE.replace('"tree --weights 3"', '"Tree --weights 3"'))
-    done = pith(checkout, "skill", "check", "add-word")
-    assert done.returncode == 1 and "FAIL add-word" in done.stdout
+    (checkout / "skills/odd").mkdir()
+    (checkout / "skills/odd/SKILL.md").write_bytes(b"---\nname: odd\n---\n\xe9\n")
+    done = pith(checkout, "skill", "check", "odd", "add-word")
+    assert done.returncode == 1 and done.stdout.startswith("FAIL odd\n"), done.stderr
+    assert "FAIL add-word" in done.stdout and "0 of 2 skills pass" in done.stdout
     assert "--dry-run --json` returned 3, expected 0" in done.stdout and "1 failed" in done.stdout
+
+
+def test_a_page_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    (checkout / "skills/odd").mkdir()
+    (checkout / "skills/odd/SKILL.md").write_bytes(b"---\nname: odd\n---\n\xe9\n")
+    done = pith(checkout, "skill", "list")
+    assert done.returncode == 0 and "Adds a word" in done.stdout and "as UTF-8" in done.stdout, done.stderr
+    done = pith(checkout, "skill", "run", "odd")
+    assert done.returncode == 1 and "odd/SKILL.md: cannot be read as UTF-8 text" in done.stderr, done.stderr
 
 
 def test_our_own_pages_name_only_what_exists() -> None:
@@ -91,16 +104,3 @@ for folder in page.folders(Path.cwd()):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_page_that_cannot_be_read_fails_and_the_others_are_checked(tmp_path: Path) -> None:
-    checkout = make_checkout(tmp_path / "checkout")
-    (checkout / "skills/odd").mkdir()
-    (checkout / "skills/odd/SKILL.md").write_bytes(b"---\nname: odd\n---\n\xe9\n")
-    done = pith(checkout, "skill", "list")
-    assert done.returncode == 0 and "Adds a word" in done.stdout and "as UTF-8" in done.stdout, done.stderr
-    done = pith(checkout, "skill", "run", "odd")
-    assert done.returncode == 1 and "odd/SKILL.md: cannot be read as UTF-8 text" in done.stderr, done.stderr
-    done = pith(checkout, "skill", "check", "odd", "add-word")
-    assert done.returncode == 1 and done.stdout.startswith("FAIL odd\n"), done.stderr
-    assert "PASS add-word\n1 of 2 skills pass\n" in done.stdout
