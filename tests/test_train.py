@@ -71,7 +71,7 @@ def status(folder: Path) -> dict[str, Any]:
 # --- stop and resume
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.prove)])
 def test_ten_straight_steps_are_five_then_resumed_five_to_the_bit(run: Path, background: str) -> None:
     options = ["mesh.ep=2", "balance.bias_update_rate=0.01", f"checkpoint.background={background}", "checkpoint.keep=9"]
     options += ["batch.num_microbatches=2", "checkpoint.interval=2"]

@@ -243,6 +243,7 @@ def kill_at_random(folder: Path, times: int) -> list[bool]:
     return landed
 
 
+@pytest.mark.prove
 def test_a_run_killed_at_random_leaves_no_half_changed_tree(tmp_path: Path) -> None:
     assert False in kill_at_random(tmp_path, 4)
 
